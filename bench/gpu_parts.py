@@ -613,8 +613,7 @@ def _prompts(cfg: ModelConfig, batch: int, length: int, seed: int) -> list[list[
 
 def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
     """Measures how many bfloat16 samples differ from plain decoding's, with and without
-    `invariant`; whether that mode has a program of plain decoding's own; and `seconds_plain/..` of
-    whole plain calls."""
+    `invariant`, and `seconds_plain/..` of whole plain calls."""
     layers, strategy, length, repeats = 12, "4_1_5", 128, 5
     if job.small:
         shape, layers, strategy, length, repeats, batches = "tiny", 1, "2_1_3", 8, 2, (2,)
@@ -643,8 +642,6 @@ def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
             }
             result |= {f"{w}/{arm}/batch_{batch}": figure(n, unit) for w, n in counts.items()}
             if arm == "invariant":
-                own = int(bool(llm.engine.runner.exact_plain))
-                result[f"own_program/batch_{batch}"] = figure(own, "1: plain decoding has its own")
                 if any(counts.values()):
                     job.refute(f"batch {batch}: {counts} samples in invariant mode")
         seconds = alternate(arms, repeats)

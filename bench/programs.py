@@ -351,6 +351,16 @@ def full_row_map(runner: Runner) -> RowMap:
     return RowMap(np.arange(count, dtype=np.int32), np.ones(count, bool), table)
 
 
+def alone(runner: Runner, rows: RowMap) -> RowMap:
+    """Pads the row map of the rows of a chunk for one in which no sequence waits."""
+    spare, room = runner.slots - 1, ((0, runner.extra_slots),)
+    return RowMap(
+        np.pad(rows.slots, room, constant_values=spare),
+        np.pad(rows.active, room),
+        np.pad(rows.table, (*room, (0, 0)), constant_values=NULL_PAGE),
+    )
+
+
 class Size(NamedTuple):
     """The sizes and settings of a chunk.
 
@@ -458,7 +468,7 @@ class Chunk:
             runner.executables.by_key = {}
 
     def _inputs(self) -> tuple:
-        return self.runner.alone(full_row_map(self.runner)), Until.of(self.size.rounds)
+        return alone(self.runner, full_row_map(self.runner)), Until.of(self.size.rounds)
 
     def load(self, seed: int, like: Chunk | None = None) -> None:
         """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
@@ -514,11 +524,11 @@ class Chunk:
         """
         runner = self.runner
         inputs = runner.weights.policy, runner.weights.draft, runner.state, *self._inputs()
-        runner.state, packed = self.compiled[name](*inputs)
-        found = packed.open()
-        if int(found.rounds) != self.size.rounds:
-            raise ValueError(f"expected {self.size.rounds} rounds, got {int(found.rounds)}")
-        return found
+        runner.state, result = self.compiled[name](*inputs)
+        result = jax.device_get(result)
+        if int(result.rounds) != self.size.rounds:
+            raise ValueError(f"expected {self.size.rounds} rounds, got {int(result.rounds)}")
+        return result
 
 
 def accept_by(rule: Callable, runner: Runner) -> None:
@@ -711,7 +721,7 @@ def lowered_chunk(
     table = np.zeros((bucket, runner.table_width), np.int32)
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     weights = runner.weights
-    inputs = (weights.policy, weights.head, runner.state, runner.alone(rows), Until.of(4))
-    plan = runner.program_of(strategy, features).plan
+    inputs = (weights.policy, weights.head, runner.state, alone(runner, rows), Until.of(4))
+    plan = runner.strategies[strategy].plan
     program = functools.partial(runner._chunk_program, plan, features, bucket)
     return runner.executables.get(("chunk", strategy, bucket, features), program, inputs, (2,))

@@ -227,7 +227,7 @@ class Generation:
         await self._thread.call(check)
         request = Request(parsed.jobs, arrived, False)
         request.open = 0
-        empty = SampleOutput([], "", [], "length", SpecStats(0, 0, 0, (0,)))
+        empty = SampleOutput([], "", [], "length", SpecStats((0,)))
         for index in range(len(parsed.jobs)):
             request.updates.put_nowait(Update(index, (), empty))
         return request

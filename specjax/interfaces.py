@@ -228,8 +228,6 @@ class Where:
       angles: pairs of a `Mixer.rotation` and its cosines and sines at `positions`.
       kernel: name of the backend whose operations run, see `specjax.kernels.dispatch`.
       context: how the tokens of packed rows are split over devices; None: they are not.
-      blocks: a `specjax.models.row_blocks.RowBlocks` where rows pass through the layers in blocks:
-        states [M size D] have the blocks in front; None: they have the sequences in front.
     """
 
     form: str
@@ -244,7 +242,6 @@ class Where:
     angles: tuple[tuple[Any, tuple[Array, Array]], ...] = ()
     kernel: str = "reference"
     context: Any = None
-    blocks: Any = None
 
     def rotated_by(self, rotation: Any) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
         """Returns the cosines and sines of one of the model's rotary embeddings."""

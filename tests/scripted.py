@@ -2,7 +2,18 @@
 
 import itertools
 
-from specjax.control.base import Controller
+import numpy as np
+
+from specjax.control.base import Controller, Observation
+
+
+def observed(batch_size, strategy, per_round, seconds) -> Observation:
+    """A chunk, by the accepted drafts of the slots that ran, one list per round."""
+    width = max(map(len, per_round), default=0)
+    accepted = np.full((len(per_round), width), -1, np.int64)
+    for row, values in zip(accepted, per_round, strict=True):
+        row[: len(values)] = values
+    return Observation(batch_size, strategy, accepted, seconds)
 
 
 class Flips(Controller):

@@ -1,9 +1,8 @@
-"""Telemetry on the host: what is collected, summed up, written, read, printed and drawn."""
+"""Telemetry on the host: what is collected, summed up, written, read and printed."""
 
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,7 +69,7 @@ def test_a_record_holds_what_the_device_said_and_who_ran_in_the_slot():
         draft_token_target_logprob=-2.0, entropy=first.entropy, top_p_mass=0.75,
         outside_mask=False, outside_filter=False, penalty_changed=False, emitted=True,
     )  # fmt: skip
-    assert first.entropy == pytest.approx(0.6) and first.offset == 2
+    assert first.entropy == pytest.approx(0.6)
     assert (second.sample, second.position, second.depth) == (0, 6, 2)
     assert (last.sample, last.position, last.depth) == (0, 8, 4)
     assert [r.sample for r in collected().records].count(1) == 1  # its round to a leaf is none
@@ -80,9 +79,9 @@ def test_acceptance_per_depth_counts_leaves_as_accepted_and_rejections_as_tried(
     summary = collected().summary()
     # Rounds: accepted 0, 1, 2, 3 and rejected (slot 0); 3 to a leaf, 0 and rejected (slot 1).
     assert summary.rounds == 6 and summary.rejections == 5
-    assert summary.attempts == (6, 4, 3, 1)
-    assert summary.accepts == (4, 3, 2, 0)
-    assert summary.acceptance_per_depth == pytest.approx((4 / 6, 3 / 4, 2 / 3, 0))
+    assert summary.attempts == {1: 6, 2: 4, 3: 3, 4: 1}
+    assert summary.accepts == {1: 4, 2: 3, 3: 2}
+    assert summary.acceptance_per_depth == pytest.approx([4 / 6, 3 / 4, 2 / 3, 0])
 
 
 def test_causes_are_exclusive_in_order_and_sum_to_one():
@@ -98,8 +97,8 @@ def test_causes_are_exclusive_in_order_and_sum_to_one():
         (0, 1): "mask", (0, 2): "penalty", (0, 3): "filter", (0, 4): "disagreement",
         (1, 1): "penalty",
     }  # fmt: skip
-    shares = collector.summary().causes
-    assert list(shares) == list(CAUSES) and sum(shares.values()) == pytest.approx(1)
+    shares = {name: collector.summary().share(name) for name in CAUSES}
+    assert sum(shares.values()) == pytest.approx(1)
     assert shares == pytest.approx(
         {"mask": 0.2, "filter": 0.2, "penalty": 0.4, "disagreement": 0.2}
     )
@@ -111,9 +110,9 @@ def test_memory_is_bounded_and_dropped_records_are_counted_and_said():
     assert len(said) == 1
     whole = collected(chunk(), chunk()).summary()
     assert bounded.records == collected().records[:2]
-    assert bounded.summary() == dataclasses.replace(whole, records=2, dropped=8)
+    assert bounded.summary() == dataclasses.replace(whole, dropped=8)
     counted = collected(chunk(), chunk(), max_records=0)  # which warns of nothing
-    assert counted.summary() == dataclasses.replace(whole, records=0, dropped=10)
+    assert counted.summary() == dataclasses.replace(whole, dropped=10)
     assert counted.records == [] and counted.causes["disagreement"] == 10
 
 
@@ -158,16 +157,9 @@ def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
 # --- command line --------------------------------------------------------------------------------
 
 
-def is_png(path: Path) -> bool:
-    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_command_prints_the_figures_and_writes_a_png_beside_the_file(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_command_prints_the_figures(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     main([str(collected().write_jsonl(tmp_path / "run.jsonl"))])
     printed = capsys.readouterr().out
-    for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 to 0.75 nats"):
+    for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 nats"):
         assert text in printed
-    assert is_png(tmp_path / "run.png")

@@ -188,12 +188,12 @@ def _engines(
             spec,
             sizes.batch,
             sizes.prompt + sizes.response,
-            max(1, len(model.eos_token_ids)),
-            mesh,
-            [sizes.prompt],  # one width, one set of executables
-            drafts_with,
-            config,
-            control,
+            control=control,
+            prompt_widths=[sizes.prompt],  # one width, one set of executables
+            config=config,
+            mesh=mesh,
+            stop_width=max(1, len(model.eos_token_ids)),
+            source=drafts_with,
         )
 
     return [engine(mesh) for mesh in meshes]
@@ -296,8 +296,8 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
     if drafting.spec is None:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
-        return drafting.described(SPELL)
-    text = f"{drafting.described(SPELL)} ({cfg.draft.describe_mode()}"
+        return drafting.described()
+    text = f"{drafting.described()} ({cfg.draft.describe_mode()}"
     if cfg.draft.mode != "online":
         return f"{text})"
     steps = cfg.draft.unroll_steps

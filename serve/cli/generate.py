@@ -115,9 +115,9 @@ def _generate(
     if llm.telemetry is not None:  # why drafts were rejected
         from rich.console import Console
 
-        from specjax.telemetry.__main__ import tables
+        from specjax.telemetry.__main__ import tables_of
 
-        Console(stderr=True, highlight=False).print(*tables(llm.telemetry.summary()), sep="\n")
+        Console(stderr=True, highlight=False).print(*tables_of(llm.telemetry.summary()), sep="\n")
     if failed:
         _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
@@ -163,7 +163,7 @@ def _load(cfg: GenerateConfig, samples: int) -> LLM:
     for note in llm.notes:
         _print(note)
     if llm.drafting.by_default or cfg.stats:  # else the checkpoint's head drafts, as expected
-        _print(llm.drafting.described(SPELL))
+        _print(llm.drafting.described())
     if cfg.stats:
         for line in llm.engine.engines[0].start_lines():
             _print(line)
@@ -236,14 +236,12 @@ def _run(
       (totals, compiling, samples): sums over all steps but the first; the seconds of the first
       step, which compiles; and the jobs with their samples.
     """
-    import numpy as np
     from tqdm import tqdm
 
     from specjax.engine.request import Totals, decoder_of
     from specjax.engine.sequence import SampleStream
 
-    steps = llm.engine.runner.steps
-    totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
+    totals, samples = Totals(llm.engine.runner.steps), []
     stream, origin = None, _origin(llm, cfg)
     is_streamed = lines is None and len(jobs) == 1 and llm.tokenizer is not None
     ordered = TextInOrder([(request.prompt.index, job.sample) for request, job in jobs])

@@ -52,8 +52,6 @@ class RunConfig:
         set it for their devices.
       products: number format in which decoding multiplies by weights, see
         `specjax.weights.matrix`. Engines set it for their devices.
-      row_block: number of rows that are multiplied at once where rows attend by position, see
-        `specjax.models.row_blocks`; None: all. Engines in `invariant` mode set it.
     """
 
     param_dtype: str = "float32"
@@ -65,7 +63,6 @@ class RunConfig:
     sequence_parallel: bool = False
     attention: str = "reference"
     products: str = "xla"
-    row_block: int | None = None
 
     def __post_init__(self):
         choice("remat_policy", self.remat_policy, REMAT_POLICIES)

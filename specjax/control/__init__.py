@@ -1,13 +1,12 @@
 """Which strategy next: controllers that watch chunks and choose between them."""
 
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import OFF, Controller, Observation, slower_than_plain
+from specjax.control.base import OFF, Controller, Observation, Static, slower_than_plain
 from specjax.control.config import ControlConfig, from_fastrl, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
-from specjax.control.static import Gate, Static
 
 __all__ = [
     "OFF",
@@ -18,7 +17,6 @@ __all__ = [
     "CostTable",
     "EmaConfig",
     "EmaTiers",
-    "Gate",
     "Goodput",
     "GoodputConfig",
     "Observation",

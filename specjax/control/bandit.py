@@ -9,13 +9,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from specjax.config.checks import choice
+from specjax.config.checks import choice, require
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
 from specjax.settings import option
@@ -49,15 +48,10 @@ class BanditConfig:
     def __post_init__(self):
         object.__setattr__(self, "thresholds", tuple(self.thresholds))
         edges = self.thresholds
-        if not edges or edges[0] < 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
-            raise ValueError(
-                "thresholds must be increasing batch sizes from 1 on, such as [1, 2, 5, 21]; got "
-                f"{list(edges)}"
-            )
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon must be between 0 and 1, got {self.epsilon}")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1 reward, got {self.window}")
+        rises = all(a < b for a, b in zip((0, *edges), edges, strict=False))
+        require(self, "thresholds", bool(edges) and rises, "increasing batch sizes from 1 on")
+        require(self, "epsilon", 0 <= self.epsilon <= 1, "between 0 and 1")
+        require(self, "window", self.window >= 1, "at least 1 reward")
         choice("reward", self.reward, REWARDS)
         choice("score", self.score, SCORES)
 
@@ -70,6 +64,7 @@ class Bandit(Controller):
     """
 
     kind = "bandit"
+    saved = (*Controller.saved, "_rewards", "_chosen", "_group")
 
     def __init__(self, strategies: Sequence[str | Strategy], config: BanditConfig | None = None):
         super().__init__(strategies)
@@ -77,8 +72,7 @@ class Bandit(Controller):
         if len(self.arms) == 1:
             log.warning("The bandit has one arm, %s: there is nothing to explore", self.arms[0])
         groups = range(len(self.config.thresholds))
-        self._rewards = [{a: deque(maxlen=self.config.window) for a in self.arms} for _ in groups]
-        self._scores = [dict.fromkeys(self.arms, math.inf) for _ in groups]
+        self._rewards: list[dict[str, list[float]]] = [{a: [] for a in self.arms} for _ in groups]
         self._chosen = [dict.fromkeys(self.arms, 0) for _ in groups]
         self._random = np.random.Generator(np.random.PCG64(self.config.seed))
         self._group = 0
@@ -89,11 +83,13 @@ class Bandit(Controller):
 
     def scores(self, group: int) -> dict[str, float]:
         """Score per arm; +infinity where it was never tried."""
-        return dict(self._scores[group])
+        mean = np.median if self.config.score == "median" else np.mean
+        rewards = self._rewards[group].items()
+        return {arm: float(mean(values)) if values else math.inf for arm, values in rewards}
 
     def choose(self, batch_size: int) -> str:
         self._group = group = self.group(batch_size)
-        scores, chosen = self._scores[group], self._chosen[group]
+        scores, chosen = self.scores(group), self._chosen[group]
         if self._random.random() < self.config.epsilon:
             name = self.arms[int(self._random.integers(len(self.arms)))]
         else:
@@ -103,18 +99,17 @@ class Bandit(Controller):
         log.debug("MAB selected: %s, group %d, scores: %s", name, group, scores)
         return name
 
-    @property
-    def active(self) -> str:
-        return self.current or max(self.arms, key=self._scores[0].__getitem__)
+    def preferred(self) -> str:
+        scores = self.scores(0)
+        return max(self.arms, key=scores.__getitem__)
 
     def learn(self, seen: Observation) -> None:
         reward = self._reward(seen)
         if reward is None:  # the duration is not known
             return
-        group = self.group(seen.batch_size)
-        rewards = self._rewards[group][seen.strategy]
+        rewards = self._rewards[self.group(seen.batch_size)][seen.strategy]
         rewards.append(reward)
-        self._scores[group][seen.strategy] = self._score(rewards)
+        del rewards[: -self.config.window]
 
     def _reward(self, seen: Observation) -> float | None:
         if self.config.reward == "accept_length":
@@ -124,39 +119,20 @@ class Bandit(Controller):
         per_round = seen.accept_length * drafting + seen.opted_out
         return per_round / seconds if seconds else None
 
-    def _score(self, rewards: deque[float]) -> float:
-        return float(np.median(rewards) if self.config.score == "median" else np.mean(rewards))
-
     def log_fields(self) -> dict[str, float | str]:
-        scores = self._scores[self._group]
+        scores = self.scores(self._group)
         return {
             **super().log_fields(),
             "bandit_group": float(self._group),
             **{f"arm_score/{arm}": s for arm, s in scores.items() if math.isfinite(s)},
         }
 
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "thresholds": list(self.config.thresholds)}
+
     def state(self) -> dict[str, Any]:
-        return {
-            **super().state(),
-            "thresholds": list(self.config.thresholds),
-            "rewards": [{a: list(r) for a, r in group.items()} for group in self._rewards],
-            "chosen": [dict(group) for group in self._chosen],
-            "group": self._group,
-            "random": self._random.bit_generator.state,
-        }
+        return {**super().state(), "random": self._random.bit_generator.state}
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if tuple(state["thresholds"]) != self.config.thresholds:
-            raise ValueError(
-                f"expected a state with the groups {list(self.config.thresholds)}, got "
-                f"{state['thresholds']}; restore with the thresholds it was saved under"
-            )
-        for group, rewards in enumerate(state["rewards"]):
-            for arm, values in rewards.items():
-                kept = deque(values, maxlen=self.config.window)
-                self._rewards[group][arm] = kept
-                self._scores[group][arm] = self._score(kept) if kept else math.inf
-        self._chosen = [dict(group) for group in state["chosen"]]
-        self._group = state["group"]
         self._random.bit_generator.state = state["random"]

@@ -8,16 +8,17 @@ every observation carries the strategy that it was made under.
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from specjax.config.strategy import OFF_NAMES, Strategy
+from specjax.config.strategy import Strategy
 
 if TYPE_CHECKING:
     from specjax.control.costs import CostTable
@@ -29,23 +30,9 @@ SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a 
 LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
-def canonical(name: str) -> str:
-    """Returns `off` for every name of plain decoding, other names unchanged."""
-    return OFF if name.lower() in OFF_NAMES else name
-
-
 def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
-    """Returns the strategies by name, in order and once each.
-
-    Raises:
-      ValueError: there are none, or one is not understood.
-    """
-    if isinstance(strategies, (str, Strategy)):
-        raise ValueError(f"strategies must be a list of strategies, got {strategies!r} alone")
-    arms = {strategy.name: strategy for strategy in map(Strategy.parse, strategies)}
-    if not arms:
-        raise ValueError("a controller needs at least one strategy, got none; 'off' is one")
-    return arms
+    """Returns the strategies by name, in order and once each."""
+    return {strategy.name: strategy for strategy in map(Strategy.parse, strategies)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,37 +70,10 @@ class Observation:
     context: float | None = None
 
     def __post_init__(self):
-        accepted = np.asarray(self.accepted)
-        if accepted.size == 0:
-            accepted = np.zeros((0, 0), np.int64)
-        if accepted.ndim != 2 or accepted.dtype.kind not in "iu" or accepted.min(initial=0) < -1:
-            raise ValueError(
-                "accepted must be integers >= -1 of shape [rounds, slots] (-1: the slot did not "
-                f"run), got {accepted.dtype} of shape {accepted.shape}; use Observation.of_rounds "
-                "for lists of unequal length"
-            )
-        object.__setattr__(self, "accepted", accepted)
-        object.__setattr__(self, "strategy", canonical(self.strategy))
         if self.tokens is None:
-            object.__setattr__(self, "tokens", int((accepted + 1).sum()))
+            object.__setattr__(self, "tokens", int((self.accepted + 1).sum()))
         if self.rounds is None:
-            object.__setattr__(self, "rounds", int((accepted >= 0).any(axis=1).sum()))
-
-    @classmethod
-    def of_rounds(
-        cls,
-        batch_size: int,
-        strategy: str,
-        per_round: Sequence[Sequence[int]],
-        seconds: float,
-        tokens: int | None = None,
-    ) -> Observation:
-        """Builds one from the accepted drafts of the running slots, one list per round."""
-        width = max(map(len, per_round), default=0)
-        accepted = np.full((len(per_round), width), -1, np.int64)
-        for row, values in zip(accepted, per_round, strict=True):
-            row[: len(values)] = values
-        return cls(batch_size, strategy, accepted, seconds, tokens)
+            object.__setattr__(self, "rounds", int((self.accepted >= 0).any(axis=1).sum()))
 
     @functools.cached_property
     def slot_rounds(self) -> int:
@@ -158,12 +118,16 @@ def slower_than_plain(controllers: Sequence[Controller]) -> str | None:
 class Controller(abc.ABC):
     """Chooses the strategy of the next chunk.
 
-    A subclass defines `choose` and `learn`. If it holds anything that it learned, it extends
-    `state` and `load_state`. The engine calls `select` and `observe`, which check and log.
+    A subclass defines `choose` and `learn`, and lists in `saved` what it learned. The engine calls
+    `select` and `observe`, which log.
 
     Attributes:
+      saved: names of the attributes that `state` has, whose values are fit for JSON.
       arms: names of the strategies to choose from.
       strategies: the same strategies by name.
+      bs_threshold: the largest number of running slots for which to speculate (FastRL's setting);
+        above it the strategy is `off`, and `choose` is not asked. None: there is no limit.
+      gated: whether the strategy is `off` because of `bs_threshold`.
       current: name that `select` returned last; None before the first call.
       rounds_hint: number of rounds after which the chunk just selected may end; None for the
         length that the engine gives a chunk.
@@ -171,18 +135,22 @@ class Controller(abc.ABC):
         called last; None where the caller does not say.
     """
 
+    saved: ClassVar[tuple[str, ...]] = (
+        "current", "gated", "_accept_length", "_tokens_per_sec", "_chunks",
+    )  # fmt: skip
     kind: str = ""
 
     def __init__(self, strategies: Sequence[str | Strategy]):
         self.strategies = parse_arms(strategies)
         self.arms = tuple(self.strategies)
+        self.bs_threshold: int | None = None
+        self.gated = False
         self.current: str | None = None
         self.rounds_hint: int | None = None
         self.context: float | None = None
         self._accept_length: float | None = None
         self._tokens_per_sec: float | None = None
         self._chunks = 0
-        self._log_level = logging.INFO  # `Gate` lowers that of the controller behind it
         self._logged: str | None = None  # the strategy that the log named last
         self._since_logged = LOG_EVERY  # chunks selected since then
 
@@ -201,36 +169,38 @@ class Controller(abc.ABC):
           batch_size: number of running slots.
           context: see the class.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.context = context
-        name = self.choose(int(batch_size))
-        if name not in self.strategies:
-            raise AssertionError(f"{self.kind} chose {name!r}, which is none of {self.arms}")
+        self.gated = self.bs_threshold is not None and batch_size > self.bs_threshold
+        if self.gated:
+            name, self.rounds_hint = OFF, None
+        else:
+            name = self.choose(int(batch_size))
         self._since_logged += 1
         if name != self._logged and self._since_logged >= LOG_EVERY:
             self._logged, self._since_logged = name, 0
-            log.log(
-                self._log_level, "Using strategy: %s (batch size %d, %s)",
-                name, batch_size, self.kind,
-            )  # fmt: skip
+            log.info("Using strategy: %s (batch size %d, %s)", name, batch_size, self.kind)
         self.current = name
         return name
 
     @property
     def active(self) -> str:
         """The strategy that was chosen last; before the first choice, the one that scores best."""
-        return self.current or self.arms[0]
+        return self.current or (OFF if self.bs_threshold == 0 else self.preferred())
+
+    def preferred(self) -> str:
+        """Returns the strategy that scores best for one slot."""
+        return self.arms[0]
 
     def may_choose(self, strategy: str, batch_size: int) -> bool:
         """Whether a strategy may be chosen for batches of this size, or of some larger one."""
+        if self.bs_threshold is not None and (strategy == OFF or batch_size > self.bs_threshold):
+            return strategy == OFF
         return strategy in self.strategies
 
     def observe(self, seen: Observation) -> None:
         """Passes a finished chunk to `learn`, and keeps its figures for the log.
 
-        A chunk in which no slot ran, or of a strategy that is not among `arms` (such as the `off`
-        of `Gate`), is ignored.
+        A chunk in which no slot ran, or of a strategy that is not among `arms`, is ignored.
         """
         if not seen.slot_rounds or seen.strategy not in self.strategies:
             return
@@ -241,9 +211,7 @@ class Controller(abc.ABC):
         if seen.seconds_per_round is not None:
             self._tokens_per_sec = seen.tokens / float(seen.seconds)
         if first or self._chunks % LOG_EVERY == 0:
-            log.log(
-                self._log_level, "Acceptance length: %.2f (%s)", self._accept_length, seen.strategy
-            )
+            log.info("Acceptance length: %.2f (%s)", self._accept_length, seen.strategy)
 
     def weights_changed(self) -> None:  # noqa: B027  (most controllers need no hint)
         """Called after the draft's or the policy's weights were swapped."""
@@ -267,16 +235,14 @@ class Controller(abc.ABC):
         """
         return 0.0, 0.0, 0.0
 
+    def identity(self) -> dict[str, Any]:
+        """Returns what a state must have been saved under."""
+        return {"kind": self.kind, "arms": list(self.arms)}
+
     def state(self) -> dict[str, Any]:
         """Returns, for JSON, all that a restored controller needs to continue identically."""
-        return {
-            "kind": self.kind,
-            "arms": list(self.arms),
-            "current": self.current,
-            "accept_length": self._accept_length,
-            "tokens_per_sec": self._tokens_per_sec,
-            "chunks": self._chunks,
-        }
+        values = {name: getattr(self, name) for name in self.saved}
+        return {**self.identity(), **copy.deepcopy(values)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned.
@@ -284,17 +250,15 @@ class Controller(abc.ABC):
         Raises:
           ValueError: the state is of another kind of controller, or of other strategies.
         """
-        got = (state.get("kind"), tuple(state.get("arms", ())))
-        if got != (self.kind, self.arms):
+        wanted = self.identity()
+        got = {name: state.get(name) for name in wanted}
+        if got != wanted:
             raise ValueError(
-                f"expected the state of a {self.kind!r} controller over {', '.join(self.arms)}, "
-                f"got one of {got[0]!r} over {', '.join(got[1])}; restore with the configuration "
-                "it was saved under, or start without the state"
+                f"expected the state of the controller {wanted}, got that of {got}; restore with "
+                "the configuration it was saved under, or start without the state"
             )
-        self.current = state["current"]
-        self._accept_length = state["accept_length"]
-        self._tokens_per_sec = state["tokens_per_sec"]
-        self._chunks = state["chunks"]
+        for name in self.saved:
+            setattr(self, name, copy.deepcopy(state[name]))
         self.rounds_hint = None
         self._logged, self._since_logged = None, LOG_EVERY  # another process has another log
 
@@ -305,4 +269,19 @@ class Controller(abc.ABC):
             fields["accept_length"] = self._accept_length
         if self._tokens_per_sec is not None:
             fields["tokens_per_sec"] = self._tokens_per_sec
-        return fields
+        return fields if self.bs_threshold is None else {**fields, "gated": float(self.gated)}
+
+
+class Static(Controller):
+    """Always chooses the same strategy."""
+
+    kind = "static"
+
+    def __init__(self, strategy: str | Strategy):
+        super().__init__([strategy])
+
+    def choose(self, batch_size: int) -> str:
+        return self.arms[0]
+
+    def learn(self, seen: Observation) -> None:
+        pass

@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from specjax.config.checks import choice
+from specjax.config.checks import choice, require
 from specjax.config.spec import DEFAULT_STRATEGY, SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import Controller, log, parse_arms
+from specjax.control.base import Controller, Static, log, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
-from specjax.control.static import Gate, Static
 from specjax.settings import option, part
 
 CONTROLLERS = ("goodput", "static", "ema", "bandit")
@@ -67,9 +66,9 @@ class ControlConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.fastrl:
             _, control = read_fastrl(self.fastrl)
-            is_mapping = isinstance(self.bandit, Mapping)
-            kept = self.bandit if is_mapping else dataclasses.asdict(self.bandit)
-            values |= control | {"bandit": {**kept, **control["bandit"]}}
+            bandit = self.bandit
+            bandit = bandit if isinstance(bandit, Mapping) else dataclasses.asdict(bandit)
+            values |= control | {"bandit": {**bandit, **control["bandit"]}}
         for name, cls in (("ema", EmaConfig), ("bandit", BanditConfig), ("goodput", GoodputConfig)):
             if isinstance(values[name], Mapping):
                 values[name] = cls(**values[name])
@@ -82,8 +81,7 @@ class ControlConfig:
         values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, values["strategies"])))
         if self.initial is not None:
             values["initial"] = Strategy.parse(self.initial)
-        if (values["bs_threshold"] or 0) < 0:
-            raise ValueError(f"bs_threshold must be at least 0, got {self.bs_threshold}")
+        require(self, "bs_threshold", (values["bs_threshold"] or 0) >= 0, "at least 0")
         if self.ema_file is not None:
             values["ema"] = EmaConfig.from_file(self.ema_file)
         for name, value in values.items():
@@ -99,13 +97,7 @@ class ControlConfig:
         """
         if isinstance(given, str):
             return cls(controller=given)
-        if isinstance(given, Mapping):
-            given = cls(**given)
-        if not isinstance(given, cls):
-            raise TypeError(
-                f"control: expected a ControlConfig, the name of a controller or a map of its "
-                f"settings, got {given!r}"
-            )
+        given = given if isinstance(given, cls) else cls(**given)
         if given.fastrl:
             raise ValueError(
                 "fastrl also says what drafts, and how many rows there are, which no ControlConfig "
@@ -250,41 +242,32 @@ def make_controller(
       costs: seconds per round, calibrated at start; `goodput` uses them.
 
     Raises:
-      ValueError: the configuration is not valid, or it names a strategy that is not compiled.
+      ValueError: the configuration is not valid.
     """
     if isinstance(config, str) and strategies is not None:
         config = ControlConfig(controller=config, strategies=tuple(strategies))
     config = ControlConfig.of(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
-    names = [arm.name for arm in config.arms]
-    missing = [name for name in names if name not in compiled]
-    if missing:
-        raise ValueError(
-            f"controller {config.controller!r} may select {', '.join(missing)}, but only "
-            f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
-        )
-    chosen = [compiled[name] for name in names]  # these may have fewer rows
+    chosen = [compiled[arm.name] for arm in config.arms]  # these may have fewer rows
     controller = _build(config, chosen, costs)
-    if config.bs_threshold is not None:
-        controller = Gate(controller, config.bs_threshold)
+    controller.bs_threshold = config.bs_threshold
     log.info(
-        "Controller %s over %s%s", config.controller, ", ".join(names),
+        "Controller %s over %s%s", config.controller, ", ".join(controller.arms),
         "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
     )  # fmt: skip
     return controller
 
 
 def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | None) -> Controller:
-    if config.controller == "static":
+    reason = config._ema_falls_back() if config.controller == "ema" else None
+    if reason is not None:
+        log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
+    if config.controller == "static" or reason is not None:
         return Static(chosen[0])
     if config.controller == "ema":
-        reason = config._ema_falls_back()
-        if reason is not None:
-            log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
-            return Static(chosen[0])
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)
     if config.bs_threshold is not None and Strategy.OFF not in config.strategies:
-        chosen = chosen[:-1]  # the `off` of `Gate` is not for the inner controller
+        chosen = chosen[:-1]  # `off` is for larger batches alone
     if config.controller == "bandit":
         return Bandit(chosen, config.bandit)
     return Goodput(chosen, costs, config.goodput)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,45 +23,51 @@ _SLACK, _LEAST_SLACK = 0.3, 0.05  # share by which a cost may be too high: at fi
 _LEAST_SHARE = 0.1  # smallest share of a chunk's seconds that its rounds are taken to need
 
 
+@dataclasses.dataclass
+class _Cost:
+    """The cost of a strategy at a batch size.
+
+    Attributes:
+      log: log seconds of a round at the short context.
+      chunks: number of chunks that were measured.
+      compared: number of those that came first after another strategy's.
+      is_outlier: whether the latest chunk was an outlier.
+    """
+
+    log: float
+    chunks: int = 0
+    compared: int = 0
+    is_outlier: bool = False
+
+
 class CostTable:
     """Seconds per round of each strategy, compiled batch size and context.
 
     The *context* of a batch is the number of tokens in the caches of all its slots together. A
     kernel that reads the pages of each slot reads them in proportion to this sum, and not to the
-    longest one. So a round takes
+    longest one; all strategies read the same caches. So a round takes
 
-        seconds at the short context x (1 + growth x (context - slots x short))
+        seconds at the short context + slope x (context - slots x short)
 
-    where `growth` is fitted to measurements at two contexts. Tokens that a round emits make later
-    rounds dearer by `growth`, and that is no change of the machine.
-
-    What does change while a machine runs (other processes use it, its clock rate changes) changes
-    all strategies by much the same factor. Therefore a chunk of the strategy that was measured last
-    moves the costs of all at its batch size, at all contexts. Only what the chunk took beyond its
-    cost at its own context moves them, so that a growing context is not counted twice. The first
-    chunk that is measured after another strategy's compares the two, and moves the cost of its own
-    strategy alone: at the short or the long context, whichever is nearer to its own, which is how
-    `growth` is kept up to date.
+    What changes while a machine runs (other processes use it, its clock rate changes) changes all
+    strategies by much the same factor. Therefore a chunk of the strategy that was measured last
+    moves the costs of all at its batch size. Only what the chunk took beyond its cost at its own
+    context moves them, so that a growing context is not counted twice. The first chunk that is
+    measured after another strategy's compares the two, and moves the cost of its own strategy
+    alone.
 
     A chunk takes `beside` seconds however few rounds it has, and the rest of its seconds in
     proportion to its rounds. A cost that was neither calibrated nor observed is guessed from the
-    strategy's costs at other batch sizes, else from its numbers of rows and draft steps. A growth
-    that was not calibrated is guessed from the strategy's seconds per token of context at other
-    batch sizes, else from those of other strategies, which read the same caches.
+    strategy's costs at other batch sizes, else from its numbers of rows and draft steps.
 
     Args:
       buckets: increasing compiled batch sizes; a batch costs what the smallest bucket that holds
         it costs.
-      seconds: seconds per round, by strategy a list with one entry per bucket; None or NaN where
-        not calibrated.
+      seconds: seconds per round, by strategy a list with one entry per bucket; None where not
+        calibrated.
       beside: seconds of a chunk that do not depend on its rounds, by bucket; None for 0.
-      contexts: tokens per slot at which `seconds` and `long` were measured, the fewer first; None:
-        costs do not depend on the context.
-      long: seconds per round at the larger one, as `seconds`; None or NaN where not calibrated. A
-        time below that at the short context counts as equal to it.
-
-    Raises:
-      ValueError: a list has the wrong length, or a number is out of range.
+      slope: seconds of a round per token of context.
+      short: tokens per slot at which `seconds` were measured.
     """
 
     def __init__(
@@ -69,99 +75,18 @@ class CostTable:
         buckets: Sequence[int] = DEFAULT_BUCKETS,
         seconds: Mapping[str, Sequence[float | None]] | None = None,
         beside: Sequence[float] | None = None,
-        contexts: tuple[int, int] | None = None,
-        long: Mapping[str, Sequence[float | None]] | None = None,
+        slope: float = 0.0,
+        short: int = 0,
     ):
-        self.buckets = tuple(int(b) for b in buckets)
-        if not self.buckets or any(
-            a >= b for a, b in zip((0, *self.buckets), self.buckets, strict=False)
-        ):
-            raise ValueError(f"buckets must be increasing batch sizes, got {list(buckets)}")
-        beside = [0.0] * len(self.buckets) if beside is None else [float(b) for b in beside]
-        if len(beside) != len(self.buckets) or not all(0 <= b < 1e9 for b in beside):
-            raise ValueError(
-                f"beside must have seconds of at least 0 for each of {len(self.buckets)} buckets, "
-                f"got {beside}"
-            )
-        if contexts is not None:
-            contexts = tuple(int(c) for c in contexts)
-            if len(contexts) != 2 or not 0 < contexts[0] < contexts[1]:
-                raise ValueError(
-                    "contexts must be two numbers of tokens per slot, the fewer first, got "
-                    f"{list(contexts)}"
-                )
-        elif long:
-            raise ValueError(
-                f"long has costs of {', '.join(map(repr, long))} at a longer context, and contexts "
-                "does not say at which; give contexts=(short, long) in tokens per slot"
-            )
-        self.contexts = contexts
-        self._beside = beside
-        # By bucket and strategy: log seconds at the short context, their relative growth per token
-        # of context, numbers of chunks and of comparisons, and whether the last chunk was an
-        # outlier.
-        self._logs: list[dict[str, float]] = [{} for _ in beside]
-        self._growth: list[dict[str, float]] = [{} for _ in beside]
-        self._chunks: list[dict[str, int]] = [{} for _ in beside]
-        self._compared: list[dict[str, int]] = [{} for _ in beside]
-        self._outliers: list[dict[str, bool]] = [{} for _ in beside]
-        self._last: list[str | None] = [None] * len(beside)  # the strategy measured last
+        self.buckets = tuple(buckets)
+        self._beside = list(beside or [0.0] * len(self.buckets))
+        self._slope, self._short = slope, short
+        self._costs: list[dict[str, _Cost]] = [{} for _ in self.buckets]
+        self._last: list[str | None] = [None] * len(self.buckets)  # the strategy measured last
         for name, row in (seconds or {}).items():
-            for at, each in self._row(name, row):
-                self._logs[at][name] = math.log(each)
-        for name, row in (long or {}).items():
-            for at, each in self._row(name, row):
-                if name not in self._logs[at]:
-                    raise ValueError(
-                        f"strategy {name!r} has a cost at {self.contexts[1]} tokens per slot for "
-                        f"{self.buckets[at]} slots and none at {self.contexts[0]}; give both"
-                    )
-                ratio = each / math.exp(self._logs[at][name])
-                self._growth[at][name] = max(ratio - 1, 0.0) / self._span(at)
-
-    def _row(self, name: str, row: Sequence[float | None]) -> list[tuple[int, float]]:
-        """The index of each calibrated bucket, and its seconds."""
-        if len(row) != len(self.buckets):
-            raise ValueError(
-                f"strategy {name!r} has {len(row)} costs for {len(self.buckets)} buckets; give "
-                "one per bucket, None where not calibrated"
-            )
-        found = [(at, each) for at, each in enumerate(row) if each is not None]
-        found = [(at, each) for at, each in found if not math.isnan(each)]
-        for _, each in found:
-            if not 0 < each < math.inf:
-                raise ValueError(f"a round of {name!r} must cost more than 0 s, got {each}")
-        return found
-
-    @classmethod
-    def from_samples(
-        cls,
-        samples: Mapping[tuple[str, int], Sequence[float]],
-        beside: Mapping[int, float] | None = None,
-        contexts: tuple[int, int] | None = None,
-        long: Mapping[tuple[str, int], Sequence[float]] | None = None,
-    ) -> CostTable:
-        """Builds a table from repeated measurements, of which the least counts.
-
-        Anything else that the machine does adds to a time, and never takes from it.
-
-        Args:
-          samples: measured seconds per round by (strategy, bucket), without those of `beside`.
-          beside: seconds of a chunk that do not depend on its rounds, by bucket.
-          contexts: tokens per slot of `samples` and of `long`, as in the class.
-          long: as `samples`, at the larger context; where it was measured.
-        """
-        buckets = sorted({bucket for _, bucket in samples})
-
-        def rows(of: Mapping[tuple[str, int], Sequence[float]]) -> dict[str, list[float | None]]:
-            found: dict[str, list[float | None]] = {}
-            for (name, bucket), values in of.items():
-                row = found.setdefault(name, [None] * len(buckets))
-                row[buckets.index(bucket)] = float(min(values))
-            return found
-
-        beside = None if beside is None else [beside[b] for b in buckets]
-        return cls(buckets, rows(samples), beside, contexts, rows(long or {}))
+            for costs, value in zip(self._costs, row, strict=True):
+                if value is not None:
+                    costs[name] = _Cost(math.log(value))
 
     def index(self, batch_size: int) -> int:
         """Returns the index of the smallest bucket that holds the batch, else of the largest."""
@@ -169,16 +94,17 @@ class CostTable:
 
     def known(self, name: str, batch_size: int) -> bool:
         """Whether the cost was calibrated or observed, not guessed."""
-        return name in self._logs[self.index(batch_size)]
+        return name in self._costs[self.index(batch_size)]
 
     def chunks(self, name: str, batch_size: int) -> int:
         """Returns how many chunks of a strategy were measured in the batch's bucket."""
-        return self._chunks[self.index(batch_size)].get(name, 0)
+        cost = self._costs[self.index(batch_size)].get(name)
+        return cost.chunks if cost else 0
 
     def slack(self, name: str, batch_size: int) -> float:
         """Returns by what share the true cost, relative to others, may be below the table's."""
-        compared = self._compared[self.index(batch_size)].get(name, 0)
-        return max(_SLACK / math.sqrt(1 + compared), _LEAST_SLACK)
+        cost = self._costs[self.index(batch_size)].get(name)
+        return max(_SLACK / math.sqrt(1 + (cost.compared if cost else 0)), _LEAST_SLACK)
 
     def seconds(
         self,
@@ -196,10 +122,9 @@ class CostTable:
           context: number of tokens in the caches of all slots together; None: that of a full bucket
             at the short context.
         """
-        at = self.index(batch_size)
-        log = self._log(name, at)
-        rise = math.log(self._rise(self._growth_of(name, at, log), at, context))
-        return math.exp(log + rise) + self._beside[at] / max(rounds, 1.0)
+        bucket = self.index(batch_size)
+        per_round = self._seconds_at(self._log(name, bucket), bucket, context)
+        return per_round + self._beside[bucket] / max(rounds, 1.0)
 
     def beside(self, batch_size: int) -> float:
         """Returns the seconds of a chunk that do not depend on its rounds."""
@@ -228,95 +153,49 @@ class CostTable:
         """
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
-        at = self.index(batch_size)
-        logs, last, compared = self._logs[at], self._last[at], self._compared[at]
-        self._last[at] = name
-        found = math.log(of_rounds(seconds, self._beside[at] / rounds))
-        self._chunks[at][name] = self._chunks[at].get(name, 0) + 1
-        growth = self._growth_of(name, at, self._log(name, at))
-        found -= math.log(self._rise(growth, at, context))  # as if at the short context
-        error = found - logs.setdefault(name, found)
-        is_second = self._outliers[at].get(name, False)
-        self._outliers[at][name] = error > _OUTLIER
-        if error > _OUTLIER and not is_second:
+        bucket = self.index(batch_size)
+        costs, last, self._last[bucket] = self._costs[bucket], self._last[bucket], name
+        measured = of_rounds(seconds, self._beside[bucket] / rounds)
+        if name not in costs:
+            short = max(measured - self._beyond(bucket, context), _LEAST_SHARE * measured)
+            costs[name] = _Cost(math.log(short))
+        cost = costs[name]
+        cost.chunks += 1
+        error = math.log(measured / self._seconds_at(cost.log, bucket, context))
+        is_second, cost.is_outlier = cost.is_outlier, error > _OUTLIER
+        if cost.is_outlier and not is_second:
             return
         error = min(error, _OUTLIER)
         if last in (None, name):
-            for other in logs:
-                logs[other] += _FOLLOW * error
+            for other in costs.values():
+                other.log += _FOLLOW * error
         else:
-            compared[name] = compared.get(name, 0) + 1
-            gain = max(1 / (1 + compared[name]), _COMPARE)
-            self._correct(name, at, gain * error, growth, context)
+            cost.compared += 1
+            cost.log += max(1 / (1 + cost.compared), _COMPARE) * error
 
-    def _correct(
-        self, name: str, at: int, change: float, growth: float, context: float | None
-    ) -> None:
-        """Changes the log seconds of a strategy at a context by `change`.
+    def _beyond(self, bucket: int, context: float | None) -> float:
+        """The seconds of a round for the tokens of context beyond the short one."""
+        if context is None:
+            return 0.0
+        return self._slope * (context - self.buckets[bucket] * self._short)
 
-        The costs at the short and the long context, between which costs are a straight line, are
-        changed in proportion to their shares of the cost at `context`.
-        """
-        logs = self._logs[at]
-        if self.contexts is None or context is None:
-            logs[name] += change
-            return
-        ratio = 1 + growth * self._span(at)  # the cost at the long context, at the short one 1
-        place = (context - self.buckets[at] * self.contexts[0]) / self._span(at)
-        rise = self._rise(growth, at, context)
-        shares = (1 - place) / rise, place * ratio / rise
-        short, far = (max(share, 0.0) for share in shares)
-        change /= short * shares[0] + far * shares[1]
-        logs[name] += change * short
-        ratio *= math.exp(change * (far - short))
-        self._growth[at][name] = max(ratio - 1, 0.0) / self._span(at)
+    def _seconds_at(self, log: float, bucket: int, context: float | None) -> float:
+        """The seconds of a round at a context."""
+        short = math.exp(log)
+        return max(short + self._beyond(bucket, context), _LEAST_SHARE * short)
 
-    def _span(self, at: int) -> int:
-        """The tokens by which a full bucket's long context exceeds the short one."""
-        return self.buckets[at] * (self.contexts[1] - self.contexts[0])
-
-    def _rise(self, growth: float, at: int, context: float | None) -> float:
-        """The cost at a context, relative to that at the short one."""
-        if self.contexts is None or context is None:
-            return 1.0
-        beyond = context - self.buckets[at] * self.contexts[0]
-        return max(1 + growth * beyond, _LEAST_SHARE)
-
-    def _growth_of(self, name: str, at: int, log: float) -> float:
-        """Returns the relative growth per token of context, known or guessed.
-
-        Args:
-          log: log seconds of the strategy at the short context.
-        """
-        if name in self._growth[at]:
-            return self._growth[at][name]
-        known = [i for i, growth in enumerate(self._growth) if name in growth]
-        if known:
-            xs = [math.log(self.buckets[i]) for i in known]
-            slopes = [self._slope(name, i) for i in known]
-            return float(np.interp(math.log(self.buckets[at]), xs, slopes)) / math.exp(log)
-        for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - at)):
-            if names := self._growth[other]:
-                slope = statistics.median(self._slope(n, other) for n in names)
-                return slope / math.exp(log)
-        return 0.0
-
-    def _slope(self, name: str, at: int) -> float:
-        """Seconds per token of context, of a strategy whose growth is known."""
-        return self._growth[at][name] * math.exp(self._logs[at][name])
-
-    def _log(self, name: str, at: int) -> float:
+    def _log(self, name: str, bucket: int) -> float:
         """Returns the log seconds at the short context, known or guessed."""
-        if name in self._logs[at]:
-            return self._logs[at][name]
-        known = [i for i, logs in enumerate(self._logs) if name in logs]
+        if name in self._costs[bucket]:
+            return self._costs[bucket][name].log
+        known = [i for i, costs in enumerate(self._costs) if name in costs]
         if known:
             xs = [math.log(self.buckets[i]) for i in known]
-            logs = [self._logs[i][name] for i in known]
-            return float(np.interp(math.log(self.buckets[at]), xs, logs))
-        for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - at)):
-            if logs := self._logs[other]:
-                per_shape = [value - math.log(_shape(n)) for n, value in logs.items()]
+            logs = [self._costs[i][name].log for i in known]
+            return float(np.interp(math.log(self.buckets[bucket]), xs, logs))
+        for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - bucket)):
+            if costs := self._costs[other]:
+                per_shape = [cost.log - math.log(_shape(n)) for n, cost in costs.items()]
                 return statistics.median(per_shape) + math.log(_shape(name))
         return math.log(0.01 * _shape(name))
 
@@ -324,21 +203,28 @@ class CostTable:
         return {
             "buckets": list(self.buckets),
             "beside": list(self._beside),
-            "contexts": None if self.contexts is None else list(self.contexts),
+            "slope": self._slope,
+            "short": self._short,
             "last": list(self._last),
-            **{key: [dict(row) for row in getattr(self, "_" + key)] for key in _ROWS},
+            "costs": [
+                {name: dataclasses.asdict(cost) for name, cost in costs.items()}
+                for costs in self._costs
+            ],
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
-        table = cls(state["buckets"], beside=state["beside"], contexts=state["contexts"])
+        table = cls(
+            state["buckets"],
+            beside=state["beside"],
+            slope=state["slope"],
+            short=state["short"],
+        )
         table._last = list(state["last"])
-        for key in _ROWS:
-            setattr(table, "_" + key, [dict(row) for row in state[key]])
+        table._costs = [
+            {name: _Cost(**cost) for name, cost in costs.items()} for costs in state["costs"]
+        ]
         return table
-
-
-_ROWS = ("logs", "growth", "chunks", "compared", "outliers")
 
 
 def of_rounds(seconds: float, beside: float) -> float:
@@ -349,12 +235,5 @@ def of_rounds(seconds: float, beside: float) -> float:
 @functools.cache
 def _shape(name: str) -> float:
     """Returns a guess of the cost relative to plain decoding's, as on a memory-bound chip."""
-    if name == Strategy.OFF.name:
-        return 1.0
-    steps, rows = 4, 13  # static trees given by their paths: a typical one
-    if match := re.fullmatch(r"(\d+)_\d+_(\d+)", name):
-        steps, rows = int(match[1]), int(match[2])
-    elif re.fullmatch(r"\d+(x\d+)*", name):
-        counts = np.cumprod([int(c) for c in name.split("x")])
-        steps, rows = len(counts), 1 + int(counts.sum())
-    return 1.0 + 0.08 * steps + 0.01 * rows
+    strategy = Strategy.parse(name)
+    return 1.0 + 0.08 * strategy.steps + 0.01 * (strategy.rows - 1)

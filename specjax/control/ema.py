@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from specjax.command_line import read_yaml
+from specjax.config.checks import require
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
 
@@ -43,15 +43,11 @@ class EmaConfig:
                 f"candidate_steps must be whole numbers >= 0, such as [1, 3, 7]; got {steps!r}"
             )
         object.__setattr__(self, "candidate_steps", tuple(sorted({int(s) for s in steps})))
-        if not 0 < self.ema_alpha <= 1:
-            raise ValueError(f"ema_alpha must be above 0 and at most 1, got {self.ema_alpha}")
-        if self.warmup_batches < 0:
-            raise ValueError(f"warmup_batches must be at least 0, got {self.warmup_batches}")
-        if self.update_interval < 1:
-            raise ValueError(f"update_interval must be at least 1, got {self.update_interval}")
+        require(self, "ema_alpha", 0 < self.ema_alpha <= 1, "above 0 and at most 1")
+        require(self, "warmup_batches", self.warmup_batches >= 0, "at least 0")
+        require(self, "update_interval", self.update_interval >= 1, "at least 1")
         for name in ("down_hysteresis", "up_hysteresis"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
+            require(self, name, math.isfinite(getattr(self, name)), "a finite number")
 
     @classmethod
     def from_file(cls, path: str | Path) -> EmaConfig:
@@ -79,27 +75,25 @@ class EmaTiers(Controller):
     """
 
     kind = "ema"
+    saved = (*Controller.saved, "steps", "ema", "count")
 
     def __init__(self, config: EmaConfig | None = None, initial: int = 3):
         self.config = config or EmaConfig()
         self.tiers = self.config.candidate_steps
         super().__init__([Strategy.chain(s) for s in self.tiers])
-        if initial < 0:
-            raise ValueError(f"initial steps must be at least 0, got {initial}")
         self.steps = min(self.tiers, key=lambda s: (abs(s - initial), -s))
         self.ema = float(self.steps - 1)
         self.count = 0
 
     def choose(self, batch_size: int) -> str:
-        return self.active
+        return self.preferred()
 
-    @property
-    def active(self) -> str:
-        """The current tier, even before its first chunk."""
+    def preferred(self) -> str:
+        """Returns the current tier."""
         return Strategy.chain(self.steps).name
 
     def learn(self, seen: Observation) -> None:
-        if seen.strategy != self.active:
+        if seen.strategy != self.preferred():
             return
         target = None
         for row in seen.accepted:
@@ -146,10 +140,3 @@ class EmaTiers(Controller):
             "speculative_num_steps": float(self.steps),
             "ema_accept_len": self.ema,
         }
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "steps": self.steps, "ema": self.ema, "count": self.count}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        super().load_state(state)
-        self.steps, self.ema, self.count = state["steps"], state["ema"], state["count"]

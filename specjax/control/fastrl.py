@@ -80,27 +80,23 @@ def read_fastrl(section: Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[
     return spec, control
 
 
+@functools.cache  # a section is read by every check of the settings around it
 def _arm(name: str, most: int) -> Strategy:
-    """Returns the strategy that FastRL's name stands for.
+    """Returns the strategy that FastRL's name stands for; warns once of one that runs as another.
 
     FastRL lists trees with fewer rows than steps + 1, such as `8_4_8`: seven drafted rows hold no
     path deeper than seven, so the deeper steps draft for nothing.
     """
+    runs_as = name
     if match := re.fullmatch(r"(\d+)_(\d+)_(\d+)", name):
         steps, topk, rows = map(int, match.groups())
         if topk > 1:
             rows = min(rows, most)
             steps = min(steps, max(rows - 1, 1))
-        if name != f"{steps}_{topk}_{rows}":
-            _say_cut(name, f"{steps}_{topk}_{rows}", most)
-        name = f"{steps}_{topk}_{rows}"
-    return Strategy.parse(name)
-
-
-@functools.cache  # a section is read by every check of the settings around it
-def _say_cut(name: str, runs_as: str, most: int) -> None:
-    """Warns once of a strategy that runs as another."""
-    log.warning(
-        "%s runs as %s: rows are at most %d, and no path is deeper than rows - 1",
-        name, runs_as, most,
-    )  # fmt: skip
+        runs_as = f"{steps}_{topk}_{rows}"
+    if runs_as != name:
+        log.warning(
+            "%s runs as %s: rows are at most %d, and no path is deeper than rows - 1",
+            name, runs_as, most,
+        )  # fmt: skip
+    return Strategy.parse(runs_as)

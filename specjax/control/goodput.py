@@ -9,11 +9,13 @@ probes. `docs/control.md` describes it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specjax.config.checks import require
 from specjax.config.strategy import Strategy
 from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
@@ -54,18 +56,11 @@ class GoodputConfig:
     prior: float = 0.7
 
     def __post_init__(self):
-        if not 0 <= self.hysteresis < 1:
-            raise ValueError(f"hysteresis must be at least 0 and below 1, got {self.hysteresis}")
-        if not 0 <= self.probe_fraction < 1:
-            raise ValueError(
-                f"probe_fraction must be at least 0 and below 1, got {self.probe_fraction}"
-            )
-        if self.probe_slot_rounds < 1:
-            raise ValueError(f"probe_slot_rounds must be at least 1, got {self.probe_slot_rounds}")
-        if not 0 < self.half_life < math.inf:
-            raise ValueError(f"half_life must be a finite number above 0, got {self.half_life}")
-        if not 0 <= self.prior <= 1:
-            raise ValueError(f"prior must be between 0 and 1, got {self.prior}")
+        require(self, "hysteresis", 0 <= self.hysteresis < 1, "at least 0 and below 1")
+        require(self, "probe_fraction", 0 <= self.probe_fraction < 1, "at least 0 and below 1")
+        require(self, "probe_slot_rounds", self.probe_slot_rounds >= 1, "at least 1")
+        require(self, "half_life", 0 < self.half_life < math.inf, "a finite number above 0")
+        require(self, "prior", 0 <= self.prior <= 1, "between 0 and 1")
 
 
 class Acceptance:
@@ -189,14 +184,10 @@ class Acceptance:
         return self.rates(keys[0])[0] if keys else None
 
     def state(self) -> dict[str, Any]:
-        counts = {"drafted": self._drafted, "accepted": self._accepted}
-        return {key: {f: list(v) for f, v in value.items()} for key, value in counts.items()}
+        return copy.deepcopy({"drafted": self._drafted, "accepted": self._accepted})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._drafted, self._accepted = (
-            {f: [float(x) for x in v] for f, v in state[key].items()}
-            for key in ("drafted", "accepted")
-        )
+        self._drafted, self._accepted = copy.deepcopy((state["drafted"], state["accepted"]))
 
 
 def _tokens(rates: Sequence[float], goes_on: float) -> float:
@@ -244,6 +235,11 @@ class Goodput(Controller):
     """
 
     kind = "goodput"
+    saved = (
+        *Controller.saved, "regret_seconds", "seconds", "drafting_seconds", "plain_seconds",
+        "probes", "_best", "_drafting", "_emitted", "_ended", "_length", "_chunk_tokens", "_last",
+        "_probed", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -259,14 +255,15 @@ class Goodput(Controller):
         self.regret_seconds = self.seconds = 0.0
         self.drafting_seconds = self.plain_seconds = 0.0
         self.probes = 0
-        self._best: dict[int, str] = {}  # the strategy in use, by bucket
+        # The strategy in use, by bucket.
+        self._best: list[str | None] = [None] * len(self.costs.buckets)
         self._drafting = 1.0  # share of slots that are drafted for
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._length: float | None = None  # tokens in the cache of a slot, the mean of the latest
         self._chunk_tokens = 32.0  # most tokens that a slot can emit in a full chunk
         self._last = ""  # the strategy of the latest chunk
         self._probe: Probe | None = None
-        self._probed: set[str] = set()  # strategies that had a probe in this turn
+        self._probed: list[str] = []  # strategies that had a probe in this turn
         self._credit = 0.0  # seconds that probes may lose
         # (slot, round) pairs that draft before new weights count as known.
         self._pairs_to_judge = 2 * self.config.probe_slot_rounds
@@ -334,10 +331,9 @@ class Goodput(Controller):
         plain = measured.get(OFF)
         return {} if plain is None else {arm: score / plain for arm, score in measured.items()}
 
-    @property
-    def active(self) -> str:
+    def preferred(self) -> str:
         scores = self.scores(1)
-        return self.current or max(self.arms, key=scores.__getitem__)
+        return max(self.arms, key=scores.__getitem__)
 
     # --- choosing --------------------------------------------------------------------------------
 
@@ -346,7 +342,7 @@ class Goodput(Controller):
             self._length = self.context / batch_size
         scores, at = self.scores(batch_size), self.costs.index(batch_size)
         best = max(self.arms, key=scores.__getitem__)
-        current = self._best.get(at)
+        current = self._best[at]
         if current is None or scores[best] > (1 + self.config.hysteresis) * scores[current]:
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
@@ -374,7 +370,7 @@ class Goodput(Controller):
         if self._rounds < self._probed_at + _PAUSE and not unknown:
             return None
         candidates = self._candidates(batch_size, current, scores)
-        if not self._probed.issuperset(candidates):
+        if not set(candidates) <= set(self._probed):
             candidates = [arm for arm in candidates if arm not in self._probed]
         else:
             self._probed.clear()
@@ -388,7 +384,7 @@ class Goodput(Controller):
             # Probes of new weights do not wait: they are paid for afterwards.
             if self._credit >= (-loss if unknown and name != OFF else loss):
                 self._credit -= loss
-                self._probed.add(name)
+                self._probed.append(name)
                 self.probes += 1
                 return Probe(name, rounds)
         return None
@@ -423,7 +419,7 @@ class Goodput(Controller):
     def calibrated(self, costs: CostTable) -> None:
         """Replaces the learned costs by freshly measured ones; acceptance is kept."""
         self.costs = CostTable.from_state(costs.state())
-        self._best, self._probe = {}, None
+        self._best, self._probe = [None] * len(self.costs.buckets), None
 
     def learn(self, seen: Observation) -> None:
         name, batch, rounds, per_round = (
@@ -444,7 +440,7 @@ class Goodput(Controller):
         self.acceptance.learn(name, seen.histogram, rounds)
         if drafts:
             self._judge(seen)
-        if name == self._best.get(self.costs.index(batch)):  # a probe is shorter
+        if name == self._best[self.costs.index(batch)]:  # a probe is shorter
             room = rounds * (1 + self.strategies[name].steps)
             self._chunk_tokens += 0.25 * (room - self._chunk_tokens)
         if known:
@@ -501,26 +497,11 @@ class Goodput(Controller):
             **super().state(),
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
-            "best": {str(at): name for at, name in self._best.items()},
             "probe": dataclasses.asdict(self._probe) if self._probe else None,
-            "probed": sorted(self._probed),
-            "late": dict(self._starts),
-            **{name: getattr(self, name) for name in _NUMBERS},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.costs = CostTable.from_state(state["costs"])
         self.acceptance.load(state["acceptance"])
-        self._best = {int(at): name for at, name in state["best"].items()}
         self._probe = Probe(**state["probe"]) if state["probe"] else None
-        self._probed, self._starts = set(state["probed"]), dict(state["late"])
-        for name in _NUMBERS:
-            setattr(self, name, state[name])
-
-
-_NUMBERS = (
-    "regret_seconds", "seconds", "drafting_seconds", "plain_seconds", "probes", "_drafting",
-    "_emitted", "_ended", "_chunk_tokens", "_last", "_credit", "_pairs_to_judge", "_rounds",
-    "_probed_at", "_length",
-)  # fmt: skip

@@ -47,15 +47,10 @@ class TopLogprobs(NamedTuple):
     Attributes:
       ids: ids of the most likely tokens in the temperature-scaled distribution.
       logprobs: their log-probabilities in it.
-      transformed_ids: ids of the most likely tokens in the transformed distribution; None unless
-        transformed log-probabilities are asked for.
-      transformed_logprobs: their log-probabilities in it, -inf past its support; None as above.
     """
 
     ids: Int[Array, "B tokens top"]
     logprobs: Float[Array, "B tokens top"]
-    transformed_ids: Int[Array, "B tokens top"] | None
-    transformed_logprobs: Float[Array, "B tokens top"] | None
 
 
 class Rejections(NamedTuple):
@@ -177,8 +172,7 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
     if features.top_logprobs:
         ids = jnp.full((batch, room, top_n), -1, jnp.int32)
         logprobs = jnp.full((batch, room, top_n), -jnp.inf, jnp.float32)
-        both = features.transformed_logprobs
-        top = TopLogprobs(ids, logprobs, ids if both else None, logprobs if both else None)
+        top = TopLogprobs(ids, logprobs)
     number = jnp.zeros((rounds, batch), jnp.int32)
     if plan.telemetry and plan.tree is not None:
         real, flag = number.astype(jnp.float32), number.astype(bool)
@@ -277,15 +271,11 @@ def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Arr
 
 
 def _top(step: Round, like: TopLogprobs) -> TopLogprobs:
-    """Finds the best tokens after each row of the path, in the distributions that `like` has."""
+    """Finds as many best tokens after each row of the path as `like` has."""
     number = like.ids.shape[-1]
     scaled = sampling.tempered(step.logits, step.state.options.temperature)
     logprobs, ids = shards.top_k(jax.nn.log_softmax(scaled), number)
-    new = TopLogprobs(ids, logprobs, None, None)
-    if like.transformed_ids is not None:
-        logprobs, ids = shards.top_k(jax.nn.log_softmax(step.scores), number)
-        new = new._replace(transformed_ids=ids, transformed_logprobs=logprobs)
-    return new
+    return TopLogprobs(ids, logprobs)
 
 
 # --- why drafted tokens were rejected -------------------------------------------------------------

@@ -101,7 +101,7 @@ def verify(
         table=state.table,
     )
     found = model.decode(draft.tokens, where, state.memory, taps=plan.taps)
-    return model.logits(found.x, where.form == "by_position"), found
+    return model.logits(found.x), found
 
 
 def along_path(plan: Plan, x: Array, accepted: Acceptance) -> Array:
@@ -215,9 +215,8 @@ def plain_round(
       the state after the round, a `Round` for `report.write`, and the hidden states.
     """
     root = state.length - 1
-    # With the same blocks as trees, and the same attention, a row has the bits that it has there.
     where = Where(
-        "tree" if plan.cfg.run.row_block is None else "by_position",
+        "tree",
         root[:, None],
         prefix=prefix_lengths(state),
         visible=plain_bits(),
@@ -226,7 +225,7 @@ def plain_round(
         table=state.table,
     )
     found = model.decode(take_positions(state.tokens, root, 1), where, state.memory, taps=taps)
-    logits = model.logits(found.x, where.form == "by_position")
+    logits = model.logits(found.x)
     context = context_of(state.tokens, state.length, plan.features, state.counts)
     rows = root_rows(state.length.shape[0])
     scores = sampling.transform(logits, state.options, plan.features, context, rows)

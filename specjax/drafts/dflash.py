@@ -126,14 +126,11 @@ class DFlashSource(FileHead):
       cfg: what the head computes.
       layout: layout of its files: `speculators`, or `z-lab`, which is read and not written.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
-      assumes: whether files in the layout of speculators do not say `sliding_window_non_causal`,
-        about which programs then differ.
     """
 
     cfg: DFlashConfig
     layout: str = dataclasses.field(default="speculators", compare=False)
     writes: bool = False
-    assumes: bool = dataclasses.field(default=False, compare=False)
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -163,7 +160,6 @@ class DFlashSource(FileHead):
             _read(head, overrides or {}),
             ("verifier_",),  # of training
             layout="speculators" if head.speculators else "z-lab",
-            assumes=head.speculators and raw.get(_NON_CAUSAL) is None,
         )
 
     def rows(self) -> dict[str, Any]:
@@ -211,8 +207,7 @@ class DFlashSource(FileHead):
         cfg = self.cfg
         text = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
         if windows := self.windows():
-            unsaid = " (the file does not say it; vLLM then takes false)" if self.assumes else ""
-            text += f", {windows}, causal true{unsaid}"
+            text += f", {windows}, causal true"
         return text
 
     def refuses(self, strategy: Any) -> str | None:

@@ -30,7 +30,6 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
-from specjax.config.overrides import BACKBONES
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import FINAL, Eagle3Config
@@ -107,19 +106,14 @@ class Eagle3Source(FileHead):
       cfg: what the head computes.
       layout: layout of its files: `speculators`, or `safeailab`, which is read and not written.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
-      assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
-        which programs then differ.
       tied: whether its files hold an embedding that is its language-model head, too. In memory and
         in files that are written there are two, for training changes one of them.
-      remarks: what else a user should know of how the files were read.
     """
 
     cfg: Eagle3Config
     layout: str = dataclasses.field(default="speculators", compare=False)
     writes: bool = False
-    assumes: bool = dataclasses.field(default=False, compare=False)
     tied: bool = dataclasses.field(default=False, compare=False)
-    remarks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     # --- making one ------------------------------------------------------------------------------
 
@@ -195,30 +189,13 @@ class Eagle3Source(FileHead):
         eagle3_config.refuse_others(file, raw, tensors)
         head = HeadFiles("EAGLE-3", file, raw, tensors, target)
         cfg = eagle3_config.read(head, overrides)
-        given, first = {**raw, **(overrides or {})}, eagle3_config.first_layer(tensors)
-        tied, ignored = (
-            cfg.own_head and "lm_head.weight" not in tensors,
-            eagle3_config.unused(cfg.taps),
-        )
-        remarks, count = [], cfg.network.num_layers
-        if left := sorted(name for name in tensors if name.startswith(ignored or "?")):
-            remarks.append(f"not used with the final state: {', '.join(left)}")
-        if not head.speculators and raw.get("num_hidden_layers", 1) != count:
-            remarks.append(f"num_hidden_layers is {raw['num_hidden_layers']}, and {count} are run")
-        if tied:
-            remarks.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
-        if not head.speculators and any(x.mixer.window for x in cfg.network.layers):
-            remarks.append("the window is vLLM's; SpecForge and SGLang run this layout without one")
+        first = eagle3_config.first_layer(tensors)
         return cls.made_of(
             head,
             cfg,
-            ignored,
-            f" (the backbone is {cfg.network.model_type}, and of {', '.join(BACKBONES)} only qwen3 "
-            "has q_norm and k_norm: set backbone in draft_overrides if config.json is wrong)",
+            eagle3_config.unused(cfg.taps),
             layout="safeailab" if first == "midlayer." else "speculators",
-            assumes=head.speculators and given.get("norm_before_residual") is None,
-            tied=tied,
-            remarks=tuple(remarks),
+            tied=cfg.own_head and "lm_head.weight" not in tensors,
         )
 
     def rows(self) -> dict[str, Any]:
@@ -302,18 +279,16 @@ class Eagle3Source(FileHead):
     def switches(self) -> str:
         cfg = self.cfg
         taps = "post_norm" if cfg.taps == FINAL else str(list(cfg.taps))
-        unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
         parts = [
             f"aux_hidden_state_layer_ids {taps}",
-            f"norm_before_residual {str(cfg.norm_before_residual).lower()}{unsaid}",
+            f"norm_before_residual {str(cfg.norm_before_residual).lower()}",
             f"fc_norm {cfg.fc_norm}",
             f"norm_output {str(cfg.norm_output).lower()}",
             f"backbone {cfg.network.model_type}",
         ]
         parts += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
         parts += [self.windows()] if self.windows() else []
-        notes = f" ({'; '.join(self.remarks)})" if self.remarks else ""
-        return ", ".join(parts) + notes
+        return ", ".join(parts)
 
     # --- training --------------------------------------------------------------------------------
 

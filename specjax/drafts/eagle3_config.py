@@ -49,8 +49,6 @@ _EAGLE = re.compile(r"eagle-?3|eagle\w*(forcausallm|speculator|draftmodel)|forca
 # Classes whose layers are Llama's.
 _LLAMA_CLASS = re.compile(r"LlamaForCausalLMEagle3?|Eagle3?LlamaForCausalLM")
 _AUX = "eagle_aux_hidden_state_layer_ids"
-# Heads of other kinds, which are refused by name: (word in config.json, beginning of tensors).
-_OTHERS = {"Medusa": ("medusa", "medusa_head"), "Hydra": ("hydra", "hydra_")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,28 +97,16 @@ def kind_of(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
     def holds(*prefixes: str) -> bool:
         return any(name.startswith(prefixes) for name in tensors)
 
-    for kind, (word, prefix) in _OTHERS.items():
-        if any(word in n for n in names) or f"{word}_num_heads" in raw or holds(prefix):
-            return kind
     if any("peagle" in n or "p_eagle" in n for n in names) or holds("mask_hidden"):
         return "P-EAGLE"
     first = first_layer(tensors)
-    three = first + "hidden_norm.weight" in tensors
-    body = holds("layers.0.", "midlayer.") and "fc.weight" in tensors and not three
-    if body:
-        shape = tuple(tensors["fc.weight"].shape)
-        query = tensors.get(first + "self_attn.q_proj.weight")
-        narrow = query is not None and tuple(query.shape)[-1:] == shape[:1]
-        one_state = len(shape) == 2 and shape[1] == 2 * shape[0]
-        if not holds(first + "input_layernorm.") or (narrow and one_state):
-            return "EAGLE-1 or EAGLE-2"
-    if declared == "eagle" or any(name.startswith("eagleforcausal") for name in names):
-        return "EAGLE-1 or EAGLE-2"
-    if three or holds("midlayer.", "d2t", "t2d") or any(map(_EAGLE.search, names)):
+    if first + "hidden_norm.weight" in tensors or holds("midlayer.", "d2t", "t2d"):
+        return "EAGLE-3"
+    if any(map(_EAGLE.search, names)) or raw.get("draft_vocab_size") is not None:
         return "EAGLE-3"
     if declared:
         return f"speculators_model_type {declared}"
-    return "EAGLE-3" if body or raw.get("draft_vocab_size") is not None else None
+    return "EAGLE-3" if holds(first) and "fc.weight" in tensors else None
 
 
 def refuse_others(file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
@@ -259,13 +245,13 @@ def _fc_norm(head: HeadFiles) -> str:
     top, tensors = head.top, head.tensors
     is_each = any(name.startswith("fc_norm.") for name in tensors)
     held = "each" if is_each else "joined" if "input_norm.weight" in tensors else "none"
-    joined_said, each_said = top.flag("norm_before_fc", None), top.flag("fc_norm", None)
+    says_joined, says_each = top.flag("norm_before_fc", None), top.flag("fc_norm", None)
     denied = [top.raw.get(name) is False for name in ("norm_before_fc", "fc_norm")]
     wrong = {
-        "none": joined_said or each_said,
-        "joined": denied[0] or each_said,
+        "none": says_joined or says_each,
+        "joined": denied[0] or says_each,
         # A file of version 3.1 may say that there is a norm before fc, and then which.
-        "each": denied[1] or (denied[0] and not each_said),
+        "each": denied[1] or (denied[0] and not says_each),
     }
     if wrong[held]:
         raise head.error(

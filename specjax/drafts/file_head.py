@@ -6,7 +6,6 @@ a language-model head of its own or uses the target's.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -85,7 +84,7 @@ class FileHead(HeadSource):
     `read_files(file, raw, tensors, target, overrides)`: makes the head of them, see `Draft.read`;
     `rows`: the layers' arrays under `layers`, and those of `own_rows`; `saved`; `title`: the name
     of this kind of head; `switches()`: names the settings that change no shape, with their values;
-    and `bound`, which returns a `HeadNetwork` with a method `fused`.
+    and `bound`, which returns a `HeadNetwork`.
 
     Attributes:
       cfg: what the head computes.
@@ -128,22 +127,16 @@ class FileHead(HeadSource):
                 f"{files.path} holds the weights of a draft head and no config.json, which says "
                 "what the head computes; fetch config.json of the head to it"
             )
-        try:
-            tensors = files.tensors()
-        except CheckpointError:
-            with contextlib.suppress(CheckpointError):  # the config may name another kind of head
-                cls.read_files(files.file, raw, {}, target, overrides)
-            raise
-        return cls.read_files(files.file, raw, tensors, target, overrides)
+        return cls.read_files(files.file, raw, files.tensors(), target, overrides)
 
     @classmethod
     def made_of(
-        cls, head: HeadFiles, cfg: HeadConfig, ignored=(), advice: str = "", **fields
+        cls, head: HeadFiles, cfg: HeadConfig, ignored: tuple[str, ...] = (), **fields
     ) -> FileHead:
         """Makes the head that files describe, which must hold exactly its tensors.
 
         Args:
-          ignored, advice: see `HeadFiles.check_tensors`.
+          ignored: see `HeadFiles.check_tensors`.
           fields: further fields of the class.
 
         Raises:
@@ -155,7 +148,7 @@ class FileHead(HeadSource):
             raise head.error(str(error)) from error
         shapes = shapes_of(source.rows())
         expected = {name: shape for name, shape in shapes.items() if name not in source.aliases}
-        head.check_tensors(expected, ignored, advice)
+        head.check_tensors(expected, ignored)
         return source
 
     def load(self, files: DraftFiles) -> Params:
@@ -251,9 +244,6 @@ class FileHead(HeadSource):
     @property
     def network(self) -> ModelConfig:
         return self.cfg.network
-
-    def fused(self, head: Any, states):
-        return head.fused(states)
 
     def with_network(self, cfg: ModelConfig) -> FileHead:
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))

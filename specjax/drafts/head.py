@@ -150,6 +150,10 @@ class HeadNetwork:
           its pages.
         """
 
+    def fused(self, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
+        """Makes h of the target's states; by default they are h."""
+        return states
+
     def at(self, where: Where) -> Where:
         """Returns `where` with the kernel and the angles of the head's own layers."""
         angles = angles_of(self.layers, where.positions)
@@ -256,10 +260,6 @@ class HeadSource(Draft):
           params: the draft's parameters, without the entry `vocabulary`.
         """
 
-    def fused(self, head: Any, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
-        """Makes h of the target's states; by default they are h."""
-        return states
-
     def embedded(self, model: Any, head: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Looks up the embeddings of tokens; by default in the target's."""
         return model.embed_tokens(tokens)
@@ -288,7 +288,7 @@ class HeadSource(Draft):
     ) -> list[Array]:
         """See `Draft.unroll`."""
         head, embedded = self.bound(params), self.embeddings(params, policy, tokens)
-        return head.unroll(self.fused(head, states), embedded, positions, segments, context)
+        return head.unroll(head.fused(states), embedded, positions, segments, context)
 
     # --- its memory and its rounds ----------------------------------------------------------------
 
@@ -427,7 +427,7 @@ class HeadSource(Draft):
           tokens: for each module the tokens [B T] that follow the rows.
         """
         head, count = self._head(params), hidden.shape[1]
-        hidden = self.fused(head, hidden)
+        hidden = head.fused(hidden)
         positions = first[:, None] + jnp.arange(count)
         where = Where("tree", positions, prefix=slot, visible=chain_bits(count), table=table)
         rows, outputs = [], None

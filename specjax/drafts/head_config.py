@@ -207,17 +207,13 @@ class HeadFiles:
         return tuple(taps)
 
     def check_tensors(
-        self,
-        expected: Mapping[str, tuple[int, ...]],
-        ignored: tuple[str, ...] = (),
-        advice: str = "",
+        self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()
     ) -> None:
         """Checks that files hold exactly a head's tensors, besides `d2t` and `t2d`.
 
         Args:
           expected: their shapes by name.
           ignored: beginnings of names of tensors that are not needed.
-          advice: what to look at where norms of queries and keys do not fit.
 
         Raises:
           CheckpointError: names every tensor that is missing, unexpected, or of a wrong shape or
@@ -241,7 +237,9 @@ class HeadFiles:
             elif dtype not in _FLOATS:
                 problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
         if problems:
-            about = advice if any("q_norm" in p or "k_norm" in p for p in problems) else ""
+            about = ""
+            if any("q_norm" in problem or "k_norm" in problem for problem in problems):
+                about = "; set backbone in draft_overrides: qwen3 has q_norm and k_norm, llama not"
             raise self.error(
                 f"the tensors do not fit this {self.kind} head: {'; '.join(problems[:50])}{about}"
             )

@@ -86,7 +86,7 @@ class BaseEngine(abc.ABC):
           RuntimeError: samples run, whose caches would be overwritten.
         """
         if not self.engines:
-            return StartUp(0, 0.0, 0.0, 0, 0, 0)
+            return StartUp()
         for engine in self.engines:
             if engine.scheduler.positions:
                 raise RuntimeError(

@@ -21,8 +21,7 @@ import jax
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.engine.programs import Program
-from specjax.engine.runner import Packed, Runner
+from specjax.engine.runner import Runner
 from specjax.engine.sequence import Sample, Unfinished
 
 IN_FLIGHT = 2  # the largest number of chunks that are enqueued at once
@@ -35,7 +34,6 @@ class Chunk:
 
     Attributes:
       strategy: name of the strategy of all its rounds.
-      program: the program that it runs.
       features: features that its program serves.
       bucket: number of rows.
       sequences: the sequences in the first rows.
@@ -53,12 +51,10 @@ class Chunk:
       begun_after: the latest time on the host's clock at which it was known not to have begun: when
         it was enqueued, or last polled before it began.
       begun_before: the time of the poll that first found it begun; None: no poll has.
-      unpolled_seconds: length of the pause between two polls in which it was done; None: it has not
-        been found done after a pause.
+      running_at: the time of the last poll that found it not done.
     """
 
     strategy: str
-    program: Program
     features: Features
     bucket: int
     sequences: list[Sample]
@@ -67,13 +63,18 @@ class Chunk:
     rounds: int
     max_tokens: int
 
-    result: Packed[Result] | None = None
+    result: Result | None = None
     version: int = 0
     start_mark: jax.Array | None = None
     announced: int = 0
     begun_after: float = 0.0
     begun_before: float | None = None
-    unpolled_seconds: float | None = None
+    running_at: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has run it."""
+        return self.result.length.is_ready()
 
     @property
     def spare(self) -> int:
@@ -131,22 +132,21 @@ class NextChunk:
         """
         runner = self._runner
         # The host finds stop strings, so chunks of samples that have some are short.
-        short = any(s.job.params.stop for s in sequences)
+        short = any(s.job.stop for s in sequences)
         # The earliest sequences have the rows, so that none that took one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
-        most = functools.partial(runner.rounds, rows=length, features=unfinished.seen.widened())
+        most = functools.partial(runner.rounds, rows=length)
         strategy, sequences, rounds, is_probe = self._turn(sequences, controller, most)
         features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
-        program = runner.program_of(strategy, features)
-        rounds = min(rounds, runner.rounds(strategy, bucket, features))
+        rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
         if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
         tokens = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, program, features, bucket, sequences, waiting, ends, rounds, tokens)
+        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens)
 
     def _turn(
         self, sequences: list[Sample], controller: Controller, most: Callable[[str], int]
@@ -256,8 +256,8 @@ class InFlight:
     """The enqueued chunks, in order, and a measurement of the seconds that each of them took.
 
     A device does not say when it begins or ends a program; the host can only poll what is done. So
-    it knows a time before and a time after the beginning of a chunk, and a time after its end. It
-    gives the seconds of a chunk only where these bounds lie close together.
+    it knows a time before and a time after the beginning of a chunk, and likewise its end. It gives
+    the seconds of a chunk only where these bounds lie close together.
 
     Args:
       runner: the runner of the chunks. While it compiles, the host does not poll.
@@ -272,7 +272,7 @@ class InFlight:
         self.cut_short = False
         # When the last result arrived, and the earliest time at which its chunk may have been done.
         self._arrived, self._done = 0.0, 0.0
-        self._paused, self._built = 0.0, runner.compilations
+        self._built = runner.compilations
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -280,7 +280,7 @@ class InFlight:
     @property
     def is_ready(self) -> bool:
         """Whether the device is done with the next chunk; True if there is none."""
-        return not self._chunks or self._chunks[0].result.is_ready
+        return not self._chunks or self._chunks[0].is_done
 
     def limit(self, taken_over: bool) -> int:
         """The number of chunks that may be enqueued at once.
@@ -317,24 +317,15 @@ class InFlight:
         return sum(chunk.max_tokens for chunk in self._chunks)
 
     def poll(self) -> None:
-        """Records the time before or after which the next chunk has begun."""
-        if not self._chunks or self._chunks[0].begun_before is not None:
-            return
-        chunk = self._chunks[0]
-        if chunk.start_mark is None or chunk.start_mark.is_ready():
-            chunk.begun_before = time.perf_counter()
-        else:
-            chunk.begun_after = time.perf_counter()
-
-    def pause(self) -> None:
-        """Records that the host does not poll from now on, until `resume`."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """Records which chunks were done in the pause, which may be longer than they ran."""
+        """Records, of each chunk, whether it has begun and whether it is done."""
+        now = time.perf_counter()
         for chunk in self._chunks:
-            if chunk.unpolled_seconds is None and chunk.result.is_ready:
-                chunk.unpolled_seconds = time.perf_counter() - self._paused
+            if chunk.start_mark is not None and not chunk.start_mark.is_ready():
+                chunk.begun_after = now
+            elif chunk.begun_before is None:
+                chunk.begun_before = now
+            if not chunk.is_done:
+                chunk.running_at = now
 
     def wait_for(self, chunk: Chunk) -> tuple[Result, float]:
         """The result on the host, and the seconds that the chunk ran, without prompts before it.
@@ -345,14 +336,15 @@ class InFlight:
         after, before = max(self._done, chunk.begun_after), chunk.begun_before
         if chunk.start_mark is None:
             before = max(self._arrived, chunk.begun_after)
-        elif before is None and chunk.start_mark.is_ready():
-            before = time.perf_counter()
         elif before is None:
+            was_waiting = not chunk.start_mark.is_ready()
             jax.block_until_ready(chunk.start_mark)
-            after = before = time.perf_counter()
-        result = chunk.result.open()
+            before = time.perf_counter()
+            after = before if was_waiting else after
+        was_running = not chunk.is_done
+        result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
-        self._done = self._arrived - (chunk.unpolled_seconds or 0.0)
+        self._done = self._arrived if was_running else max(before, chunk.running_at)
         most, least = self._arrived - after, self._done - max(before, after)
         compiled, self._built = self._built != self._runner.compilations, self._runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least

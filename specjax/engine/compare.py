@@ -4,8 +4,8 @@ In `coupled` mode both draw the same noise. So their tokens can differ only wher
 two programs differ in their last bits, and either the two best perturbed scores are that close, or
 one of the two tokens lies at the edge of a filter (top-k, top-p, min-p). `first_difference`
 recomputes the logits at the first differing position by three programs (full forward, one-row
-decode, tree-row decode), measures how far apart they are, and compares that with the gap between
-the two tokens.
+decode, tree-row decode), measures how far apart they are, and tries whether changes of the logits
+by no more than that make either token win.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.config import ModelConfig, SamplingParams
+from specjax.config import ModelConfig
 from specjax.decode import sampling
 from specjax.decode.noise import request_keys, target_noise
 from specjax.decode.options import Features, Options
@@ -35,8 +35,9 @@ from specjax.weights.matrix import precision_of
 
 # A difference of logits beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-# Sums over a large vocabulary in float32 differ by about this much between orders of summation.
-MASS_ROUNDING = 1e-5
+# The least change that is tried: sums over a large vocabulary in float32 differ by about this share
+# between orders of summation.
+LEAST_SLACK = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Difference:
       position: absolute position of the differing token.
       plain_token: token of plain decoding; -1: it had already ended.
       spec_token: token of speculative decoding; -1: it had already ended.
-      plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding,
-        before top-k, top-p and min-p.
+      plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding;
+        infinite where one of the two cannot be sampled.
       spec_gap: perturbed score of the other token minus that of the plain one, by the tree-row
-        program.
+        program, likewise.
       logit_difference: largest difference of a logit between the programs at this position.
       explained: whether floating point explains the difference: the logits differ by no more than
-        rounding, and either both gaps are within twice that difference, or a token is that close to
-        the edge of a filter that would have had to cut it.
+        rounding, and in both programs either token would be sampled after some change of the logits
+        by no more than that difference.
     """
 
     request: int
@@ -116,97 +117,50 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
     b = spec[index] if index < len(spec) else -1
     context = np.array([*job.prompt, *plain[:index]], np.int32)
     logits = _logits_by_program(runner, context)
-    scores, noise = _scores(runner, job, context, logits)
     spread = float(max(np.abs(row - logits[0]).max() for row in logits[1:]))
     largest = max(1.0, float(np.abs(logits[0]).max()))
-    penalty = job.params.repetition_penalty
-    # The most that a score moves when its logit moves by 1.
-    magnification = max(penalty, 1 / penalty) / (job.params.temperature or 1.0)
-    slack = max(spread, np.finfo(np.float32).eps * largest) * magnification
+    slack = max(spread, LEAST_SLACK, np.finfo(np.float32).eps * largest)
 
-    def gap(row, winner, loser):
+    def moved(row: np.ndarray, token: int, by: float) -> np.ndarray:
+        row = row - by
+        row[token] += 2 * by
+        return row
+
+    # Each token gains, or the other one loses, against all others.
+    moves = (a, slack), (b, -slack), (b, slack), (a, -slack)
+    rows = [*logits[1:], *(moved(row, *move) for row in logits[1:] for move in moves)]
+    perturbed = _perturbed(runner, job, context, np.stack(rows))
+    sampled = perturbed[2:].argmax(-1).reshape(2, 2, 2)  # by program, token and way
+    either = (sampled == np.array([[a], [b]])).any(-1).all()
+
+    def gap(row: np.ndarray, winner: int, loser: int) -> float:
         # Rounding neither ends a sample early nor moves a mask.
         if winner < 0 or loser < 0 or not np.isfinite(row[[winner, loser]]).all():
             return float("inf")
-        perturbed = row + noise
-        return float(perturbed[winner] - perturbed[loser])
+        return float(row[winner] - row[loser])
 
-    plain_gap, spec_gap = gap(scores[1], a, b), gap(scores[2], b, a)
-    explained = (
-        spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
-        and not runner.plan.invariant
-        and _can_win(plain_gap, a, b, scores[1], job.params, slack)
-        and _can_win(spec_gap, b, a, scores[2], job.params, slack)
-    )
-    return Difference(
-        job.request, job.sample, position, a, b, plain_gap, spec_gap, spread, bool(explained)
-    )
+    is_rounding = spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
+    explained = is_rounding and not runner.plan.invariant and a >= 0 and b >= 0 and bool(either)
+    gaps = gap(perturbed[0], a, b), gap(perturbed[1], b, a)
+    return Difference(job.request, job.sample, position, a, b, *gaps, spread, explained)
 
 
-def _can_win(
-    gap: float, winner: int, loser: int, scores: np.ndarray, params: SamplingParams, slack: float
-) -> bool:
-    """Whether some scores within the slack choose `winner`, and others within it `loser`."""
-
-    def is_possible(token: int) -> bool:
-        return is_kept(scores, params, token, slack)
-
-    def is_certain(token: int) -> bool:
-        return is_kept(scores, params, token, -slack)
-
-    if not np.isfinite(gap) or not (is_possible(winner) and is_possible(loser)):
-        return False
-    won = gap >= -2 * slack or not is_certain(loser)
-    lost = gap <= 2 * slack or not is_certain(winner)
-    return won and lost
-
-
-def is_kept(scores: np.ndarray, params: SamplingParams, token: int, slack: float) -> bool:
-    """Whether top-k, top-p and min-p keep a token if every score may be off.
+def _perturbed(runner, job: Job, context: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """The scores [N V] for the token after `context`, with the noise of its position, in float64.
 
     Args:
-      scores: temperature-scaled scores, [V]; those of masked tokens are -inf.
-      params: sampling parameters, with the filters.
-      slack: largest error of a score: whether the token is kept for some scores within it. If it is
-        negative: whether the token is kept for all scores within its absolute value.
-    """
-    moved = scores - slack  # what is best for the token, or worst
-    moved[token] += 2 * slack
-    if not np.isfinite(moved[token]) or params.temperature <= 0:
-        return bool(np.isfinite(moved[token]))
-    above, kept = moved > moved[token], np.ones(len(moved), bool)
-    if params.top_k > 0:
-        if above.sum() >= params.top_k:
-            return False
-        kept = moved >= np.sort(moved)[-min(params.top_k, len(moved))]
-    mass = np.where(kept, np.exp(moved - moved.max()), 0.0)
-    most = params.top_p * np.exp(2 * slack) + np.copysign(MASS_ROUNDING, slack)
-    if params.top_p < 1 and above.any() and mass[above].sum() >= most * mass.sum():
-        return False
-    return params.min_p <= 0 or moved[token] >= moved.max() + np.log(params.min_p)
-
-
-def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
-    """The scores for the token after `context`, and the noise of its position, both in float64.
-
-    Args:
-      logits: logits of N programs, [N V].
-
-    Returns:
-      scores [N V] after every transform but top-k, top-p and min-p, and noise [V].
+      logits: logits before all transforms, [N V].
     """
     vocab, count = runner.cfg.vocab_size, len(logits)
     features = dataclasses.replace(
-        features_of(job, vocab),
-        top_k=False, top_p=False, min_p=False, transformed_logprobs=False, top_logprobs=False,
-    )  # fmt: skip
+        features_of(job, vocab), transformed_logprobs=False, top_logprobs=False
+    )
     options = option_rows([job] * count, vocab, runner.stop_width)
-    tokens = np.broadcast_to(_padded(runner, context), (count, _width(runner, context)))
-    lengths = np.full(count, len(context), np.int32)
+    tokens, lengths = padded_contexts([context] * count)
     scores, noise = _scores_and_noise(features, options, tokens, lengths, logits, job.words)
     if job.params.temperature <= 0:
         noise = np.zeros(vocab)
-    return np.asarray(scores, np.float64), np.asarray(noise, np.float64)
+    return np.asarray(scores, np.float64) + np.asarray(noise, np.float64)
 
 
 @functools.partial(jax.jit, static_argnames="features")
@@ -241,31 +195,42 @@ def transformed(features: Features, options: Options, tokens, lengths, logits):
 def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
     rows = runner.tree.rows if runner.tree else 2
-    tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
-    inputs = runner.weights.policy, tokens, np.int32(len(context))
+    tokens, lengths = padded_contexts([context] * runner.batch)
+    inputs = runner.weights.policy, tokens, lengths[0]
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):
         by_rows = [_by_rows(runner.cfg, count, *inputs) for count in (1, rows)]
-        return np.stack(jax.device_get([_full(runner.cfg, *inputs), *by_rows]))
-
-
-def _width(runner, context: np.ndarray) -> int:
-    """The padded length of a context, so that not every length compiles a program."""
-    return next(w for w in padded_widths(runner.max_len) if w >= len(context))
-
-
-def _padded(runner, context: np.ndarray) -> np.ndarray:
-    return np.pad(context, (0, _width(runner, context) - len(context)))
+    return np.stack([full_forward(runner, [context])[0], *jax.device_get(by_rows)])
 
 
 def _model(cfg: ModelConfig, params):
     return nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
 
 
+def full_forward(runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the raw float32 logits [contexts V] of the token after each context."""
+    tokens, lengths = padded_contexts(contexts)
+    with sharding.ambient(runner.mesh), precision_of(runner.cfg):
+        logits = _full(runner.cfg, runner.weights.policy, tokens, lengths)
+    return np.asarray(logits, np.float32)
+
+
+def padded_contexts(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns contexts as padded tokens [contexts M], and their lengths [contexts]."""
+    lengths = np.array([len(context) for context in contexts], np.int32)
+    # So that not every length compiles a program.
+    width = next(w for w in padded_widths(1 << 30) if w >= lengths.max())
+    tokens = np.zeros((len(contexts), width), np.int32)
+    for row, context in zip(tokens, contexts, strict=True):
+        row[: len(context)] = context
+    return tokens, lengths
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _full(cfg: ModelConfig, params, tokens, length):
+def _full(cfg: ModelConfig, params, tokens, lengths):
     model = _model(cfg, params)
-    read = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
-    return model.logits(read.x[0, length - 1])
+    x = model.prefill(tokens, lengths).x
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return model.logits(last)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

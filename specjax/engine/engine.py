@@ -22,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ from specjax.engine.pages import PagePool
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
-from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished, Watcher
+from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
@@ -70,15 +71,12 @@ class Engine(BaseEngine):
       spec: how to speculate; None: plain decoding.
       batch: number of slots.
       max_len: the most prompt and generated tokens of a sample.
-      stop_width: the most stop tokens of a request, the model's own included.
-      mesh: mesh over which the engine is sharded, see `Runner`.
+      control: how strategies are chosen; None: always `spec`'s own.
       prompt_widths: lengths that pieces of prompts are padded to, each with executables of its own;
         None: powers of two.
-      source: the draft source, see `Runner`.
       config: how the device is used.
-      control: how strategies are chosen; None: always `spec`'s own.
-      most_cache_bytes: largest size of the pages of all caches where `config` sets none; None: what
-        all slots need.
+      mesh: mesh over which the engine is sharded, see `Runner`.
+      more: further arguments of `Runner`.
 
     Attributes:
       alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
@@ -89,7 +87,9 @@ class Engine(BaseEngine):
       buckets: compiled batch sizes, ascending; one in `invariant` mode.
       piece_widths: lengths that pieces of prompts are padded to, ascending.
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
-      watcher: object that is called with the results of each chunk; None: there is none.
+      watcher: object whose methods are called with the results of each chunk, and must return
+        quickly; None: there is none. `chunk(strategy, bucket, rounds)` is called after a result was
+        read, `news(sample, news)` for each sample that got tokens.
       lengths: lengths of earlier samples, by prompt.
       drafted: the ids that are drafted from; None: all.
       others_wait: whether samples outside this engine wait for slots that become free.
@@ -99,7 +99,6 @@ class Engine(BaseEngine):
       warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
         not compiled and measured yet.
       preemptions: number of samples that were preempted for lack of pages so far.
-      stale_positions: number of cache positions that were kept when the weights changed, so far.
     """
 
     version, replica, replicas = 0, 0, 1
@@ -110,46 +109,37 @@ class Engine(BaseEngine):
         spec: SpecConfig | None,
         batch: int,
         max_len: int,
-        stop_width: int = 8,
-        mesh: jax.sharding.Mesh | None = None,
-        prompt_widths: Sequence[int] | None = None,
-        source: Draft | None = None,
-        config: EngineConfig | None = None,
+        *,
         control: ControlConfig | None = None,
-        most_cache_bytes: int | None = None,
+        prompt_widths: Sequence[int] | None = None,
+        config: EngineConfig = EngineConfig(),  # noqa: B008
+        mesh: jax.sharding.Mesh | None = None,
+        **more: Any,
     ):
-        self.config, self._prompt_widths = config or EngineConfig(), prompt_widths
-        platform, given = device_of(mesh).platform, spec
-        self.spec = spec = None if spec is None or spec.is_off else spec
+        self.config, self._prompt_widths = config, prompt_widths
         self.control, self.batch, self.max_len = control, batch, max_len
+        self.spec = None if spec is None or spec.is_off else spec
+        platform, strategies = device_of(mesh).platform, settings.strategies_of(self.spec, control)
+        sizes = {"widths": self._widths(platform), "strategies": strategies}
         self.runner = runner = Runner(
-            cfg,
-            given,
-            batch,
-            max_len,
-            stop_width,
-            mesh,
-            source,
-            settings.strategies_of(spec, control),
-            self.config,
-            most_cache_bytes,
-            self._widths(platform),
+            cfg, spec, batch, max_len, mesh=mesh, config=config, **sizes, **more
         )
-        self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
+        spec, acceptance = self.spec, self.spec.acceptance if self.spec else None
+        self.limits = Limits(cfg, max_len, runner.stop_width, acceptance)
         self.size_for(platform)
         self.controller, self._plain = Static(runner.plan.strategy), Static(OFF)
         if control is not None:
-            strategies = [plan.strategy for plan in runner.plans.values()]
-            self.controller = controllers.make_controller(control, strategies)
+            compiled = [plan.strategy for plan in runner.plans.values()]
+            self.controller = controllers.make_controller(control, compiled)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
-        self.watcher: Watcher | None = None
+        self.watcher: Any = None
         self.lengths = LengthHistory()
         source = runner.longest.source
         self.drafted: DraftedIds | None = None
         if runner.weights.ids is not None:
             self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
-        self.preemptions = self.stale_positions = 0
+        self.preemptions = 0
         # A draft without weights may find nothing, and a new head has not learnt anything yet.
         checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
         self.alarm = AcceptanceAlarm(source) if checked else None
@@ -232,17 +222,13 @@ class Engine(BaseEngine):
         Returns:
           whether the engines have equal programs; else nothing changes.
         """
-        equal = self.has_programs_of(other)
+        equal = self.program_settings == other.program_settings
         if equal:
             self.runner.share_programs(other.runner)
         return equal
 
-    def has_programs_of(self, other: Engine) -> bool:
-        """Whether an engine with the same draft source has equal settings and devices."""
-        return self._settings == other._settings
-
     @property
-    def _settings(self) -> tuple:
+    def program_settings(self) -> tuple:
         """All that decides which programs are compiled, besides the draft source."""
         runner, sizes = self.runner, (self.batch, self.max_len, self.runner.stop_width)
         plans = tuple(runner.plans)
@@ -260,8 +246,6 @@ class Engine(BaseEngine):
             using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
             if self.control.bs_threshold is not None:
                 using += f", off for more than {self.control.bs_threshold} samples at once"
-        if self.drafted is not None:
-            using += self.drafted.described()
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
         graphs = self.runner.executables.graphs.line
@@ -278,7 +262,6 @@ class Engine(BaseEngine):
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
         self.scheduler.forget_prompts()
-        self.stale_positions += self.scheduler.positions
         if head is not None and head is not self._watched:
             self._look_at(head)
         self.runner.weights.set(params, head)
@@ -335,7 +318,7 @@ class Engine(BaseEngine):
         if self.drafted is not None:  # first, for it refuses some heads
             self.drafted.take_head(head)
         if self.alarm is not None:
-            self.alarm.renew()
+            self.alarm.rounds = 0
         if self.drafted is not None or self.alarm is not None:
             self._watched = head
 
@@ -433,7 +416,6 @@ class Engine(BaseEngine):
             runner.weights.feed(self._to_feed)
             self._to_feed = []
         self._in_flight.poll()
-        self._in_flight.resume()
         limit = self._in_flight.limit(self._rows_are_taken_over)
         enqueued = len(self._in_flight) < limit and self._schedule()
         if not enqueued and not self._in_flight:
@@ -447,7 +429,7 @@ class Engine(BaseEngine):
         if not self.unfinished:
             self._in_flight.clear()
         events, self._events = self._events, []
-        self._in_flight.pause()
+        self._in_flight.poll()
         return events
 
     @property
@@ -456,8 +438,7 @@ class Engine(BaseEngine):
 
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
-        controller = getattr(self.controller, "inner", self.controller)  # of a `Gate`
-        chooses = isinstance(controller, controllers.Goodput) and OFF in self.runner.plans
+        chooses = isinstance(self.controller, controllers.Goodput) and OFF in self.runner.plans
         return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
@@ -646,10 +627,8 @@ class Engine(BaseEngine):
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
-        chunk.result = runner.chunk(
-            chunk.strategy, chunk.features, row_map, chunk.ends, chunk.program
-        )
-        chunk.result.send()
+        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
+        jax.tree.map(lambda x: x.copy_to_host_async(), chunk.result)
         chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
         return True
@@ -664,7 +643,7 @@ class Engine(BaseEngine):
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
-        reads = chunk.program.plan.tree is not None
+        reads = self.runner.strategies[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)
@@ -720,8 +699,7 @@ class Engine(BaseEngine):
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         elif self.alarm is not None and not opted_out:
-            drafted = accepted[accepted >= 0]
-            self.alarm.add(drafted.size, int(drafted.sum()))
+            self.alarm.add(accepted[accepted >= 0])
         observation = functools.partial(
             Observation,
             batch_size=len(sequences),
@@ -775,34 +753,29 @@ class AcceptanceAlarm:
 
     Attributes:
       spell: function that spells settings in the warning.
+      rounds: number of drafted rounds that were counted; 0 makes it count anew.
     """
 
     def __init__(self, source: Draft):
         self.spell: Spell = python
+        self.rounds = self._accepted = 0
         self._source = source
-        self.renew()
 
     @property
     def is_done(self) -> bool:
         """Whether enough rounds were counted."""
-        return self._rounds >= ALARM_ROUNDS
+        return self.rounds >= ALARM_ROUNDS
 
-    def renew(self) -> None:
-        """Counts anew, because the source drafts with another head from now on."""
-        self._rounds = self._accepted = 0
-
-    def add(self, rounds: int, accepted: int) -> None:
-        """Counts drafted rounds of all samples and the tokens that they accepted, until `is_done`.
-
-        Logs the warning if it is due.
-        """
+    def add(self, accepted: np.ndarray) -> None:
+        """Counts the tokens that drafted rounds accepted, until `is_done`; logs the warning."""
         if self.is_done:
             return
-        self._rounds, self._accepted = self._rounds + rounds, self._accepted + accepted
-        if self.is_done and (length := 1 + self._accepted / self._rounds) < LEAST:
+        self._accepted = int(accepted.sum()) + (self._accepted if self.rounds else 0)
+        self.rounds += accepted.size
+        if self.is_done and (length := 1 + self._accepted / self.rounds) < LEAST:
             log.warning(
                 "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self._rounds, advice(self._source, self.spell),
+                length, self.rounds, advice(self._source, self.spell),
             )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ a sample's `tokens` give the state of the last exchange, which is the same on al
 are all decisions that depend on it. Clocks decide when there is an exchange, and nothing else.
 
 An exchange runs on the devices, after the programs that were enqueued before it. Other work on idle
-replicas (see `IdleWork`) ends before the next exchange, so that no process waits for it.
+replicas (see `Hosts.idle_work`) ends before the next exchange, so that no process waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,30 +40,6 @@ log = logging.getLogger(__name__)
 EXCHANGE = 1.0
 # Where work on idle replicas takes longer, exchanges are this many times as far apart.
 _ROOM = 1.25
-
-
-class IdleWork(Protocol):
-    """Protocol of work for replicas that are idle while others run, as training of a draft head.
-
-    Attributes:
-      seconds_needed: seconds for which the next piece of work needs a replica; 0 if there is none.
-    """
-
-    seconds_needed: float
-
-    def use_idle(self, replicas: Sequence[int], seconds: float) -> bool:
-        """Starts a piece of work on an idle replica; called often, and never waits.
-
-        Args:
-          replicas: indices of this process's idle replicas.
-          seconds: seconds by which the work has to be done.
-
-        Returns:
-          whether a piece of work is running.
-        """
-
-    def wait(self) -> None:
-        """Waits until no piece of work is running."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,19 +66,6 @@ class SharedSample:
         return self.sample.token_ids
 
 
-class Judgement(Protocol):
-    """What is known about a sample that ended, now or later."""
-
-    def done(self) -> bool:
-        """Returns whether `result` returns without waiting."""
-
-    def wait(self, seconds: float) -> None:
-        """Waits until more is known, at most so long."""
-
-    def result(self) -> Any:
-        """Returns the verdict, which pickle must take."""
-
-
 class Hosts(BaseEngine):
     """The engines of all processes behind the interface of one.
 
@@ -114,23 +77,26 @@ class Hosts(BaseEngine):
       own: engine of this process; those of all processes have equal settings. In a process without
         a part of a replica it runs nothing, and only checks the jobs that are added.
       copies: copies the weights to the replicas.
-      judge: function that the owner calls with each sample that ended. It returns a `Judgement`,
-        whose result is the `verdict` of the `Finished` event, or None for no verdict. The owner
+      judge: function that the owner calls with each sample that ended. It returns a judgement, or
+        None for no verdict. `done()` says whether its `result()` returns without waiting, which is
+        the `verdict` of the `Finished` event, and `wait(seconds)` waits at most so long. The owner
         tells nothing more of the sample until the judgement is done, and runs others meanwhile; so
         for all processes a judgement that takes time is a sample that takes time.
       group: group of this process; None: that of `copies`.
       exchange: function that gathers a value from each process, see `distributed.gather`.
 
     Attributes:
-      idle_work: work for own replicas that are idle while others of the job run; None if there is
-        none.
+      idle_work: work for own replicas that are idle while others of the job run, as training of a
+        draft head; None if there is none. `seconds_needed` are the seconds for which its next piece
+        needs a replica. `use_idle(replicas, seconds)` starts a piece that is done by then, without
+        waiting, and returns whether one is running; `wait()` waits until none is.
     """
 
     def __init__(
         self,
         own: Engine | Replicas,
         copies: Copies,
-        judge: Callable[[Job, SampleOutput], Judgement | None] | None = None,
+        judge: Callable[[Job, SampleOutput], Any] | None = None,
         group: ProcessGroup | None = None,
         exchange: Callable[[Any, str], list] = gather,
     ):
@@ -139,7 +105,7 @@ class Hosts(BaseEngine):
         self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
         self.engines = own.engines if self._group.index >= 0 else ()
         self.telemetry = own.telemetry
-        self.idle_work: IdleWork | None = None
+        self.idle_work: Any = None
         if isinstance(own, Replicas):
             own.on_poll = self._poll
         self._added, self._interval, self._until = 0, EXCHANGE, 0.0
@@ -278,7 +244,7 @@ class Hosts(BaseEngine):
         self._load = [0] * self._group.count  # number of samples, by owner
         self._local: dict[Sample, SharedSample] = {}  # samples of the own engine
         # Those that ended and were not told of yet.
-        self._judged: dict[SharedSample, tuple[SampleOutput, Judgement | None]] = {}
+        self._judged: dict[SharedSample, tuple[SampleOutput, Any]] = {}
         self.own.clear()
 
     def step(self) -> list[Finished]:

@@ -203,7 +203,7 @@ class LLM:
         # a spelling of their own show the log, or print the line themselves.
         is_warning = self.drafting.by_default and spell is python
         level = logging.WARNING if is_warning else logging.INFO
-        log.log(level, "%s", self.drafting.described(spell))
+        log.log(level, "%s", self.drafting.described())
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
@@ -218,7 +218,7 @@ class LLM:
                 log.info("draft: %s", line)
         self.params, self.source = params, source
         self.head = head.params if isinstance(head, Head) else head
-        self._engine_config = engine
+        self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
         for one in engines:
@@ -663,7 +663,7 @@ def as_prompts(given: Any) -> list[Prompt]:
     Raises:
       ValueError: `given` is none of these.
     """
-    several = None if isinstance(given, (str, Mapping)) else _as_list(given)
+    several = _as_list(given)
     if several is None or (several and isinstance(several[0], numbers.Number)):
         return [_as_prompt("the prompt", given)]
     if not several:
@@ -672,22 +672,19 @@ def as_prompts(given: Any) -> list[Prompt]:
 
 
 def _as_prompt(where: str, given: Any) -> Prompt:
-    if isinstance(given, str):
-        return given
-    inner = given
-    if isinstance(given, Mapping):
-        [key] = [*given] if len(given) == 1 else [None]
-        if key == "prompt" and isinstance(given[key], str):
-            return given[key]
-        inner = given[key] if key == "prompt_token_ids" else None
-    ids = _as_list(inner)
-    if ids is None:
+    prompt = given
+    if isinstance(given, Mapping) and len(given) == 1:
+        prompt = given.get("prompt", given.get("prompt_token_ids"))
+        if isinstance(prompt, str) != ("prompt" in given):
+            prompt = None
+    prompt = prompt if isinstance(prompt, str) else _as_list(prompt)
+    if prompt is None:
         raise ValueError(
             f"{where}: expected text, a list of token ids, or a dict with one key, "
             "{'prompt': text} or {'prompt_token_ids': ids}, or a list of these, got "
             f"{_named(given)}; for messages use LLM.chat"
         )
-    return ids
+    return prompt
 
 
 def as_params(given: Any, prompts: int) -> list[SamplingParams]:
@@ -702,19 +699,11 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
     """
     if isinstance(given, SamplingParams):
         return [given] * prompts
-    several = _as_list(given)
-    wrong = [
-        p for p in ([given] if several is None else several) if not isinstance(p, SamplingParams)
-    ]
-    if wrong:
+    several = _as_list(given) or [given]
+    if len(several) != prompts or not all(isinstance(p, SamplingParams) for p in several):
         raise ValueError(
-            "params: expected SamplingParams, or a list with one for each prompt, got "
-            f"{_named(wrong[0])}; write SamplingParams(temperature=..., max_tokens=...)"
-        )
-    if len(several) != prompts:
-        raise ValueError(
-            f"got {len(several)} SamplingParams for {prompts} prompts; give one for all, or one "
-            "for each"
+            f"params: expected SamplingParams, or a list with one for each of {prompts} prompts, "
+            f"got {_named(given)}; write SamplingParams(temperature=..., max_tokens=...)"
         )
     return several
 
@@ -725,10 +714,8 @@ def as_conversations(given: Any) -> list[list[Message]]:
     Raises:
       ValueError: `given` is neither, or a message has no role or no content.
     """
-    items = None if isinstance(given, Mapping) else _as_list(given)
-    if items and isinstance(items[0], Mapping):
-        items = [items]
-    conversations = [None if isinstance(x, Mapping) else _as_list(x) for x in items or [None]]
+    items = _as_list(given) or [None]
+    conversations = [items] if isinstance(items[0], Mapping) else list(map(_as_list, items))
     for conversation in conversations:
         if not conversation or not all(map(_is_message, conversation)):
             raise ValueError(
@@ -741,14 +728,13 @@ def as_conversations(given: Any) -> list[list[Message]]:
 def _is_message(message: Any) -> bool:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
+    # Content is text or a list of parts; a message that calls a tool may have none.
     content = message.get("content")
-    # A model's message that calls a tool may have no content.
-    has_content = isinstance(content, str) or _as_list(content) is not None
-    return has_content or bool(message.get("tool_calls"))
+    return isinstance(content, str) or _as_list(content) is not None or "tool_calls" in message
 
 
 def _as_list(given: Any) -> list | None:
-    """A sequence or array as a list; None for text, bytes and anything else."""
+    """A sequence or array as a list; None for text, bytes, mappings and anything else."""
     if hasattr(given, "tolist") and getattr(given, "ndim", 0):
         return given.tolist()
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview)):

@@ -12,7 +12,7 @@ names a program that a request needs.
 On a GPU a chunk is one CUDA graph, its loops included, where that is known to be right. By itself
 XLA puts short sequences of kernels into such graphs, and the host reads the predicate of every
 loop. Programs become graphs only while an engine starts: of every strategy and set of features the
-program of the smallest bucket is compiled in both ways, and both run the same chunks
+program of the smallest bucket is compiled in both ways at first, and both run the same chunks
 (`start_up.check_graphs`), unless an earlier start on this machine found them equal. Programs of
 other buckets consist of the same operations at other sizes. Where a bit differs, or a graph cannot
 be compiled or run, chunks run as XLA compiles them by itself, and one line says so. So run programs
@@ -28,9 +28,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -40,12 +40,9 @@ from specjax.decode.options import Features
 from specjax.decode.state import Plan
 from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
-from specjax.error_text import first_line
 from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
-from specjax.kernels.names import GPUS, NVIDIA
-from specjax.models.mixers.attention import Attention
-from specjax.models.mlps.dense import Dense
+from specjax.kernels.names import GPUS
 from specjax.parallel import sharding
 from specjax.spelling import SettingError
 from specjax.weights.matrix import precision_of
@@ -55,9 +52,6 @@ log = logging.getLogger(__name__)
 OnProgram = Callable[[int, int], None]  # called with the numbers of ready and of all programs
 SILENT_SECONDS = 5.0  # compiling time before the first message
 MESSAGE_SECONDS = 10.0  # time between two messages
-POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
-BLOCK = 64  # rows of a tile of the matrix units of GPUs
-MOST_ROWS = 256  # with more rows a product takes longer than reading its weights
 
 Options = Mapping[str, str | int]
 # Compiler options that make one graph of a chunk. What cuDNN computes is left out: with its
@@ -87,8 +81,8 @@ def make_plans(
       strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode;
-        or the width is to be adaptive, and no strategy is a dynamic tree.
+      ValueError: a strategy is not exact in `spec`'s acceptance mode, or the draft refuses it; or
+        the width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
@@ -120,12 +114,6 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     dataclasses.replace(spec, strategy=strategy)  # refuses a strategy that is not exact
     if reason := source.refuses(strategy):
         raise ValueError(f"strategy {strategy.name!r}: {reason}")
-    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
-    if widest > cfg.vocab_size:
-        raise ValueError(
-            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
-            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
-        )
     return Plan(cfg, build_tree(strategy), source, **settings)
 
 
@@ -180,28 +168,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
     }
 
 
-def row_block(device: Device, batch: int, strategies: Mapping[str, Program]) -> int | None:
-    """The number of rows that an engine in `invariant` mode multiplies at once, see `RunConfig`.
-
-    With it plain decoding has a program of its own, whose products have the shapes that those of
-    the common tree have. On one GPU that is faster: a product of few rows takes as long as reading
-    its weights, and a plain round attends once where a tree does for each of its rows. On CPU a
-    product takes as long as it has rows, and a block would be slower than the tree.
-
-    Returns:
-      multiples of `BLOCK`; None: all strategies run one program.
-    """
-    if OFF not in strategies or len(strategies) == 1:
-        return None
-    if device.platform not in NVIDIA or device.count > 1:
-        return None
-    shared = strategies[OFF].plan
-    kinds = {type(part) for layer in shared.cfg.layers for part in (layer.mixer, layer.mlp)}
-    if kinds - {Attention, Dense}:
-        return None  # of others nothing says that they take blocks
-    return min(-(-batch * shared.tree.rows // BLOCK) * BLOCK, MOST_ROWS)
-
-
 # --- compiling ------------------------------------------------------------------------------------
 
 _of_thread = threading.local()  # has `saved`, see `_saved_seconds`
@@ -218,58 +184,6 @@ def _saved_seconds() -> float:
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_saved_seconds)
-
-
-class CompilePool:
-    """Threads that compile programs while the caller traces further ones.
-
-    Compilers run outside of the interpreter's lock. Programs are compiled in the order in which
-    they were submitted. If the body of the `with` fails, those that have not begun are cancelled.
-
-    Args:
-      threads: number of programs that are compiled at once.
-      on_built: function called with 1 for each program that is ready, and with 0 every
-        `POLL_SECONDS` while `finish` waits, in the thread that calls `collect` or `finish`.
-
-    Attributes:
-      submitted: number of programs that were submitted.
-    """
-
-    def __init__(self, threads: int, on_built: Callable[[int], None]):
-        self._pool = ThreadPoolExecutor(threads, "compile")
-        self._on_built = on_built
-        self._keep: dict[Future, Callable[[Any], None]] = {}
-        self.submitted = 0
-
-    def submit(self, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Runs `build` on a thread; `collect` or `finish` calls `keep` with its result."""
-        self._keep[self._pool.submit(build)] = keep
-        self.submitted += 1
-
-    def collect(self, seconds: float = 0.0) -> None:
-        """Collects programs that are ready; raises the error of a build that failed.
-
-        Args:
-          seconds: time to wait for the first one.
-        """
-        ready, _ = wait(self._keep, seconds, FIRST_COMPLETED)
-        for future in [future for future in self._keep if future in ready]:
-            self._keep.pop(future)(future.result())
-            self._on_built(1)
-        if seconds and not ready:
-            self._on_built(0)
-
-    def finish(self) -> None:
-        """Waits for all programs that were submitted."""
-        while self._keep:
-            self.collect(POLL_SECONDS)
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, kind: type | None, *unused: object) -> None:
-        # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
 class CompileProgress:
@@ -347,7 +261,6 @@ class Graphs:
             )
         elif "library:cudnn" in kernels:
             reason = "with cuDNN's attention in graphs other tokens were sampled"
-        self._lock, self._seen = threading.Lock(), set()
         self.wanted = is_gpu and reason is None
         self.plain: Options = NO_GRAPH if is_gpu and enforce_eager else {}
         self.line: str | None = None
@@ -362,36 +275,14 @@ class Graphs:
         """The compiler options of a program at the start, by its key, see `Executables`."""
         return ONE_GRAPH if self.wanted and key[0] == "chunk" else self.plain
 
-    def is_first(self, program: str, features: Features) -> bool:
-        """Whether this is the first call for a program with some features.
-
-        It may be called by several threads. Replicas share a `Graphs`, and check once for all.
-        """
-        with self._lock:
-            is_first = (program, features) not in self._seen
-            self._seen.add((program, features))
-            return is_first
-
     def stop(self, reason: str) -> None:
-        """Turns graphs off, for programs that are compiled from now on, and logs the reason once.
-
-        It may be called by several threads.
-        """
-        with self._lock:
-            if self.wanted:
-                self.wanted, self.line = False, f"CUDA graphs are off: {reason}"
-                log.warning(
-                    "CUDA graphs are off, and chunks are somewhat slower: %s; report this, with "
-                    "the versions of jax and of the driver",
-                    reason,
-                )
-
-
-class PlainForm(NamedTuple):
-    """A chunk that is one graph, compiled without graphs, too: `verdict` is not known yet."""
-
-    compiled: jax.stages.Compiled
-    verdict: Verdict
+        """Turns graphs off, for programs that are compiled from now on, and logs the reason."""
+        self.wanted, self.line = False, f"CUDA graphs are off: {reason}"
+        log.warning(
+            "CUDA graphs are off, and chunks are somewhat slower: %s; report this, with the "
+            "versions of jax and of the driver",
+            reason,
+        )
 
 
 class NotCompiled:
@@ -420,9 +311,10 @@ class Executables:
 
     Attributes:
       by_key: the executables.
+      pending: programs that a pool of `ahead` compiles.
       graphs: whether chunks are CUDA graphs.
-      is_checked: whether the first chunks of this engine were compiled within `checking`.
-      plain_forms: the second form of graphs that must be compared with it, by key.
+      is_checked: whether this engine has started, so that graphs were compared.
+      verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
       seconds: time that compiling each program took, or would have taken if the cache directory
         had not had it.
@@ -435,16 +327,15 @@ class Executables:
     def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs):
         self._mesh, self._cfg, self.graphs = mesh, cfg, graphs
         self.by_key: dict[tuple, Callable] = {}
-        self.is_checked = self._is_checking = False
-        self.plain_forms: dict[tuple, PlainForm] = {}
-        self._graph_keys: set[tuple] = set()
+        self.is_checked = False
+        self.verdicts: dict[tuple, Verdict] = {}
         self.compilations = 0
         self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
         self.threads = threads_for(mesh)
-        self._pool: CompilePool | None = None
-        self._is_ahead = False
+        self._pool: Executor | None = None
+        self.pending: dict[tuple, Future] = {}
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program; the program returns its donated inputs first, in order.
@@ -474,85 +365,56 @@ class Executables:
             self.seconds[key] = time.perf_counter() - began + _saved_seconds() - saved
             return built
 
-        def keep(built: Callable) -> None:
-            self.by_key[key] = built
-            self.compilations += 1
-
         if self._pool is not None:
             lowered = lower()
             self.by_key[key] = NotCompiled(donate)
-            self._pool.submit(lambda: build(lambda: lowered), keep)
-        elif self._is_ahead:  # the caller of `ahead` reports the progress
-            keep(build(lower))
+            self.pending[key] = self._pool.submit(build, lambda: lowered)
         else:
             with announce_if_slow(described(key)):
-                keep(build(lower))
+                self._keep(key, build(lower))
         return self.by_key[key]
 
+    def _keep(self, key: tuple, built: Callable) -> None:
+        self.by_key[key] = built
+        self.compilations += 1
+
+    def collect(self) -> int:
+        """Takes programs that a pool has compiled; returns how many, or raises a compiler's error.
+
+        Programs that are not ready stay `NotCompiled`.
+        """
+        ready = [key for key, future in self.pending.items() if future.done()]
+        for key in ready:
+            self._keep(key, self.pending.pop(key).result())
+        return len(ready)
+
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
-        """Compiles a program; may run on any thread.
+        """Compiles a program; may run on any thread."""
+        lowered = lower()
+        options = self.graphs.plain if self._pool is None else self.graphs.options(key)
+        if options is ONE_GRAPH:
+            self.verdicts[key] = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
+        return lowered.compile(dict(options) or None)
 
-        Both forms of a program are compiled one after the other on one thread: XLA keeps the
-        algorithms that it tuned for the first, so that the second one has the same.
-        """
-        lowered, plain = lower(), dict(self.graphs.plain) or None
-        if not (self._is_checking and self.graphs.wanted and key[0] == "chunk"):
-            return lowered.compile(plain)
-        try:
-            built = lowered.compile(dict(ONE_GRAPH))
-        except jax.errors.JaxRuntimeError as error:
-            self.graphs.stop(f"{described(key)} does not compile to one: {first_line(error)}")
-            return lowered.compile(plain)
-        self._graph_keys.add(key)
-        if self.graphs.is_first(key[1], key[3]):
-            verdict = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
-            if not verdict.is_right:
-                self.plain_forms[key] = PlainForm(lowered.compile(plain), verdict)
-                self.compilations += 1
-        return built
-
-    def is_graph(self, key: tuple) -> bool:
-        """Whether a compiled program is one CUDA graph."""
-        return key in self._graph_keys and key in self.by_key
+    def drop_graphs(self) -> None:
+        """Drops all programs that were compiled to graphs."""
+        self.by_key = {k: v for k, v in self.by_key.items() if k not in self.verdicts}
+        self.verdicts = {}
 
     @contextlib.contextmanager
-    def checking(self) -> Iterator[None]:
-        """A context in which chunks become CUDA graphs, because the caller compares them."""
-        self._is_checking = True
-        try:
-            yield
-        finally:
-            self.is_checked, self._is_checking = True, False
-
-    def drop_graphs(self) -> bool:
-        """Drops all graphs where they were turned off; plain forms take their places.
-
-        Returns:
-          whether programs were dropped, which must be compiled again.
-        """
-        dropped = set() if self.graphs.wanted else self._graph_keys & self.by_key.keys()
-        for key in dropped:
-            del self.by_key[key]
-            if key in self.plain_forms:
-                self.by_key[key] = self.plain_forms[key].compiled
-        self.plain_forms = {}
-        self._graph_keys -= dropped
-        return bool(dropped)
-
-    @contextlib.contextmanager
-    def ahead(self, pool: CompilePool | None) -> Iterator[None]:
+    def ahead(self, pool: Executor) -> Iterator[None]:
         """A context in which programs are compiled before they are needed, without messages.
 
         Args:
-          pool: the pool that compiles them; the caller must wait for it before the context ends.
-            Until then a program is `NotCompiled` and computes nothing. None: each program is
-            compiled when it is asked for.
+          pool: threads that compile them; the caller must `collect` all before the context ends.
+            Until then a program is `NotCompiled` and computes nothing. Compilers run outside of the
+            interpreter's lock.
         """
-        self._pool, self._is_ahead = pool, True
+        self._pool = pool
         try:
             yield
         finally:
-            self._pool, self._is_ahead = None, False
+            self._pool, self.pending = None, {}
             compiled = {k: v for k, v in self.by_key.items() if not isinstance(v, NotCompiled)}
             self.by_key = compiled
 
@@ -574,18 +436,6 @@ class Executables:
         start = ("chunk", program, bucket)
         compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
-
-    def memory(self) -> dict[str, int]:
-        """The bytes of all code, and of the largest program's temporaries.
-
-        Where the platform does not say, they are 0.
-        """
-        sizes = [compiled.memory_analysis() for compiled in self.by_key.values()]
-        sizes = [size for size in sizes if size is not None]
-        return {
-            "code": sum(size.generated_code_size_in_bytes for size in sizes),
-            "temporaries": max((size.temp_size_in_bytes for size in sizes), default=0),
-        }
 
 
 def _first_device(mesh: jax.sharding.Mesh | None) -> jax.Device:

@@ -22,7 +22,6 @@ from specjax.parallel import sharding
 
 WARM = 2048  # tokens of the longest prompt whose program is compiled ahead
 SHORTEST = 64  # the smallest number of positions that prompts are padded to
-TOKENS = 256  # the fewest tokens that one program reads, padding included
 
 
 class PromptScores(NamedTuple):
@@ -42,23 +41,15 @@ class PromptScores(NamedTuple):
     top: list[dict[int, float] | None]
 
 
-class Started(NamedTuple):
-    """Prompts whose scores the device is computing.
-
-    Attributes:
-      rows: token ids of each prompt, and the batch and row in which it is scored.
-      batches: scores of each batch, by piece.
-    """
-
-    rows: list[tuple[Sequence[int], int, int]]
-    batches: list[list[Scores]]
+# Prompts, each with the scores of its pieces, which the device is computing.
+Started = list[tuple[Sequence[int], list[Scores]]]
 
 
 class PromptScorer:
     """Scores prompts with the present weights of an engine.
 
-    Prompts are read in pieces, as for sampling, into pages that are dropped afterwards. Each batch
-    goes to the replica that has read the fewest positions so far.
+    Prompts are read one by one, in pieces as for sampling, into pages that are dropped afterwards.
+    Each goes to the replica that has read the fewest positions so far.
 
     Args:
       engine: the engine, which is used only within `start` and `warm_up`.
@@ -85,50 +76,31 @@ class PromptScorer:
         """
         for span in (span for span in self.spans if span <= max(WARM, self.spans[0])):
             for runner in self._runners:
-                prompt = [0] * min(span, runner.max_len)
-                self._start_batch(runner, [prompt], self._rows(span), span)
+                self._start_prompt(runner, [0] * min(span, runner.max_len), span)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Started:
         """Starts scoring prompts on the device, without waiting for the scores.
 
         Only the thread that steps the engine may call this, between two steps.
         """
-        rows, batches, by_span = [None] * len(prompts), [], {}
-        for index, prompt in enumerate(prompts):
+        started = []
+        for prompt in prompts:
             span = next(span for span in self.spans if span >= len(prompt))
-            by_span.setdefault(span, []).append(index)
-        for span, indices in by_span.items():
-            count = self._rows(span)
-            for first in range(0, len(indices), count):
-                batch = indices[first : first + count]
-                for row, index in enumerate(batch):
-                    rows[index] = prompts[index], len(batches), row
-                replica = self._read.index(min(self._read))
-                self._read[replica] += count * span
-                read = [prompts[i] for i in batch]
-                batches.append(self._start_batch(self._runners[replica], read, count, span))
-        return Started(rows, batches)
+            replica = self._read.index(min(self._read))
+            self._read[replica] += span
+            started.append((prompt, self._start_prompt(self._runners[replica], prompt, span)))
+        return started
 
-    @staticmethod
-    def _rows(span: int) -> int:
-        """The number of prompts that one program reads at once."""
-        return max(1, TOKENS // span)
-
-    def _start_batch(
-        self, runner: Runner, prompts: Sequence[Sequence[int]], count: int, span: int
-    ) -> list[Scores]:
-        width, longest = self._width(span), max(map(len, prompts))
-        tokens = np.zeros((count, span + 1), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=False):
-            row[: len(prompt)] = prompt
-        pages = pages_for(span, runner.page_size)
-        table = 1 + np.arange(count * pages, dtype=np.int32).reshape(count, pages)
-        room = Room(slots=count, pages=1 + count * pages, page_size=runner.page_size)
+    def _start_prompt(self, runner: Runner, prompt: Sequence[int], span: int) -> list[Scores]:
+        width, pages = self._width(span), pages_for(span, runner.page_size)
+        tokens = np.zeros((1, span + 1), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        table = 1 + np.arange(pages, dtype=np.int32)[None]
+        room = Room(slots=1, pages=1 + pages, page_size=runner.page_size)
         scratch, pieces = _empty_memory(runner, room), []
-        for first in range(0, longest, width):
-            start = np.full(count, first, np.int32)
+        for first in range(0, len(prompt), width):
             piece = tokens[:, first : first + width + 1]
-            scratch, scores = _score(runner, scratch, piece, start, table)
+            scratch, scores = _score(runner, scratch, piece, np.full(1, first, np.int32), table)
             pieces.append(scores)
         return pieces
 
@@ -142,14 +114,11 @@ class PromptScorer:
         Raises:
           InvalidLogitsError: the logits somewhere in a prompt are no distribution.
         """
-        batches = [
-            Scores(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
-            for pieces in started.batches
-        ]
         prompts = []
-        for index, (prompt, batch, row) in enumerate(started.rows):
+        for index, (prompt, pieces) in enumerate(started):
+            whole = (np.concatenate(parts, axis=1)[0] for parts in zip(*pieces, strict=True))
             # The scores from the last token on are those of padding.
-            scores = Scores(*(x[row, : len(prompt) - 1] for x in batches[batch]))
+            scores = Scores(*(x[: len(prompt) - 1] for x in whole))
             if not scores.valid.all():
                 place = f"token {int(scores.valid.argmin()) + 1} of prompt {index}"
                 raise InvalidLogitsError(why_invalid(place, "it has no log-probability"))

@@ -39,8 +39,6 @@ class Replicas(BaseEngine):
     """
 
     def __init__(self, engines: Sequence[Engine]):
-        if not engines:
-            raise ValueError("expected at least one engine, got none")
         self.engines = tuple(engines)
         first = self.engines[0]
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits

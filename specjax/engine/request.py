@@ -31,34 +31,73 @@ ERROR = "error"  # finish reason of a sample whose logits were no distribution
 # --- outputs --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecStats:
-    """Speculation figures of one sample.
+class AcceptRates:
+    """Figures of the rounds of one sample or of several.
 
     Attributes:
-      rounds: number of rounds in which the sample ran.
-      drafted: number of drafted rows that were verified, rows without a candidate included.
-      accepted: number of drafted tokens that were emitted.
-      histogram: number of rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
+      histogram: number of rounds by tokens emitted (index 0..steps+1).
       depths: number of rounds by the depth of their tree. Depth 0 is a round without drafts: the
         strategy was `off`, or the request opted out of speculation.
     """
 
-    rounds: int
-    drafted: int
-    accepted: int
-    histogram: tuple[int, ...]
-    depths: tuple[int, ...] = ()
+    histogram: Sequence[int]
+    depths: Sequence[int]
 
     @property
-    def plain_rounds(self) -> int:
-        """Number of rounds that drafted nothing."""
-        return self.depths[0] if self.depths else 0
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return int(sum(self.histogram))
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens that were emitted."""
+        return int(sum(k * rounds for k, rounds in enumerate(self.histogram[1:])))
 
     @property
     def accept_length(self) -> float:
         """Tokens per round, bonus included: 1 + accepted / rounds."""
         return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Number of rounds that drafted something."""
+        return int(sum(self.depths[1:]))
+
+    @property
+    def plain_rounds(self) -> int:
+        """Number of rounds that drafted nothing."""
+        return int(sum(self.depths[:1]))
+
+    @property
+    def drafted_accept_length(self) -> float:
+        """Accept length of the rounds that drafted something."""
+        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
+        offered = sum(depth * rounds for depth, rounds in enumerate(self.depths))
+        return self.accepted / offered if offered else 0.0
+
+    def per_depth(self) -> list[float]:
+        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
+        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
+        offered = np.cumsum(self.depths[::-1])[::-1][1:]
+        with np.errstate(invalid="ignore"):
+            return (accepted / np.where(offered, offered, np.nan)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecStats(AcceptRates):
+    """Speculation figures of one sample, see `AcceptRates`.
+
+    Attributes:
+      drafted: number of drafted rows that were verified, rows without a candidate included.
+    """
+
+    histogram: tuple[int, ...]
+    depths: tuple[int, ...] = ()
+    drafted: int = 0
 
 
 # Where a token came from, in `SampleOutput.origins`.
@@ -89,8 +128,6 @@ class SampleOutput:
       top_logprobs: token id -> logprob of the most likely tokens, best first, in the
         temperature-scaled distribution. The generated token is always included, at the end if it is
         none of them. None unless asked for.
-      top_transformed_logprobs: the same for the transformed distribution, without tokens that it
-        excludes; None unless both are asked for.
       records: [tokens M ..] what the model's layers recorded (chosen experts) in the rows that
         decided the tokens, see `specjax.interfaces.Mlp.run`; None where they record nothing.
       origins: origin of each token, one letter for each: `DRAFT`, `BONUS`, `PLAIN` or `UNKNOWN`.
@@ -104,7 +141,6 @@ class SampleOutput:
     weight_versions: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
-    top_transformed_logprobs: list[dict[int, float]] | None = None
     records: np.ndarray | None = dataclasses.field(default=None, compare=False)
     origins: str = dataclasses.field(default="", compare=False)
 
@@ -167,28 +203,23 @@ class RequestOutput:
 
 
 @dataclasses.dataclass
-class Totals:
-    """Sums over samples, so that no metric is a mean of means.
+class Totals(AcceptRates):
+    """Sums over samples, so that no metric is a mean of means; see `AcceptRates`.
 
     Attributes:
       steps: the most steps of a strategy.
-      histogram: number of rounds by tokens emitted.
       tokens: number of generated tokens.
       longest: number of tokens of the longest sample.
       seconds: duration of the whole run.
-      depths: number of rounds by the depth of their tree.
     """
 
     steps: int
-    histogram: np.ndarray | None = None
     tokens: int = 0
     longest: int = 0
     seconds: float = 0.0
-    depths: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if self.histogram is None:
-            self.histogram = np.zeros(self.steps + 2, np.int64)
+        self.histogram = np.zeros(self.steps + 2, np.int64)
         self.depths = np.zeros(self.steps + 1, np.int64)
 
     def add(self, sample: SampleOutput) -> None:
@@ -196,55 +227,17 @@ class Totals:
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
 
-    def count_rounds(self, stats: SpecStats) -> None:
-        """Adds the rounds of a sample whose tokens are counted elsewhere."""
-        for emitted, rounds in enumerate(stats.histogram):
-            self.histogram[emitted] += rounds
-        for depth, rounds in enumerate(stats.depths):
-            self.depths[depth] += rounds
+    def count_rounds(self, rounds: AcceptRates) -> None:
+        """Adds the rounds of samples whose tokens are counted elsewhere."""
+        self.histogram[: len(rounds.histogram)] += np.asarray(rounds.histogram, np.int64)
+        self.depths[: len(rounds.depths)] += np.asarray(rounds.depths, np.int64)
 
     def merge(self, other: Totals) -> None:
         """Adds the sums of a later run."""
-        self.histogram = self.histogram + other.histogram
+        self.count_rounds(other)
         self.tokens += other.tokens
         self.longest = max(self.longest, other.longest)
         self.seconds += other.seconds
-        self.depths = self.depths + other.depths
-
-    @property
-    def rounds(self) -> int:
-        return int(self.histogram.sum())
-
-    @property
-    def accepted(self) -> int:
-        return int((self.histogram[1:] * np.arange(len(self.histogram) - 1)).sum())
-
-    @property
-    def accept_length(self) -> float:
-        return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
-
-    @property
-    def drafted_rounds(self) -> int:
-        """Number of rounds that drafted something."""
-        return int(self.depths[1:].sum())
-
-    @property
-    def drafted_accept_length(self) -> float:
-        """Accept length of the rounds that drafted something."""
-        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
-        offered = int(self.depths @ np.arange(len(self.depths)))
-        return self.accepted / offered if offered else 0.0
-
-    def per_depth(self) -> list[float]:
-        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
-        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
-        offered = np.cumsum(self.depths[::-1])[::-1][1:]
-        with np.errstate(invalid="ignore"):
-            return (accepted / np.where(offered, offered, np.nan)).tolist()
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -261,8 +254,8 @@ class Job:
       stop_ids: tokens that end it.
       params: how it is sampled, with a seed.
       bad_words: its bad words as token ids.
-      decode: function from token ids to text, to find stop strings; None: there are none.
-      name: function that returns the text of a special token, to find it in stop strings.
+      stop: stop strings to find in its text.
+      decode: function from token ids to text, to find them.
       request: index of its request in a call, for messages and telemetry.
       sample: index of the sample in its request, likewise.
       where: name of its prompt in messages.
@@ -274,8 +267,8 @@ class Job:
     stop_ids: tuple[int, ...]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
-    name: Callable[[int], str] | None = None
     request: int = 0
     sample: int = 0
     where: str = "the prompt"
@@ -358,13 +351,10 @@ def make_jobs(
             f"{where}: stop and bad_words hold strings, and there is no tokenizer for them; pass "
             "one (LLM(..., tokenizer=...)), or use stop_token_ids, and bad_words of token ids"
         )
-    stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids))
+    special = special_stops(tokenizer, params)
+    eos_ids = () if params.ignore_eos else eos_ids
+    stops = (*params.stop_token_ids, *special.values(), *eos_ids)
     params, first = (seeds or CallSeeds()).take(prompt, params)
-    decode = name = None
-    if params.stop:
-        decode = decoder_of(tokenizer, params)
-        if params.skip_special_tokens:  # else they are in the text
-            name = functools.cache(functools.partial(special_name, tokenizer))
     sample = functools.partial(
         Job,
         prompt=prompt,
@@ -372,8 +362,8 @@ def make_jobs(
         stop_ids=tuple(dict.fromkeys(stops)),
         params=params,
         bad_words=bad_word_ids(where, params.bad_words, tokenizer),
-        decode=decode,
-        name=name,
+        stop=tuple(string for string in params.stop if string not in special),
+        decode=decoder_of(tokenizer, params) if params.stop else None,
         request=request,
         where=where,
     )
@@ -383,11 +373,12 @@ def make_jobs(
     ]
 
 
-def special_name(tokenizer, token: int) -> str:
-    """The text of a special token, which decoding leaves out; empty for any other token."""
-    if decode(tokenizer, [token]):
-        return ""
-    return decode(tokenizer, [token], skip_special_tokens=False)
+def special_stops(tokenizer, params: SamplingParams) -> dict[str, int]:
+    """The ids of special tokens whose names are stop strings and are left out of the text."""
+    if not params.stop or not params.skip_special_tokens:
+        return {}
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return {s: added[s] for s in params.stop if s in added and not decode(tokenizer, [added[s]])}
 
 
 def bad_word_ids(

@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.control import OFF
 from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.engine.pages import NULL_PAGE, pages_for
-from specjax.engine.programs import Executables, Graphs, Program, make_plans, programs_of, row_block
+from specjax.engine.programs import Executables, Graphs, make_plans, programs_of
 from specjax.engine.request import option_rows
 from specjax.engine.scheduler import Prompt, Start
 from specjax.engine.sequence import Sample
@@ -51,8 +48,6 @@ EXTRA_SLOTS = 8  # slots beyond those of a batch, for sequences that wait for a 
 # and what two chunks emit. Longer ones take pages that rows do not need yet, or wait for pages.
 WAITING_TOKENS = 2048
 FEW = 4  # prompts that a small program reads, and sequences that it starts
-
-T = TypeVar("T")
 
 
 class Runner:
@@ -81,9 +76,6 @@ class Runner:
       strategies: the program that chunks of each strategy run, by name of the strategy.
       programs: the plans that chunks are compiled for, by name of the program: those of the
         strategies, or in `invariant` mode one for all.
-      own_plain: a program for `off` alone where all strategies share another, see
-        `specjax.engine.start_up`; None: there is none.
-      exact_plain: features of the shared programs whose bits it has.
       longest: the plan with the most steps.
       slots: number of slots of the state. The last one is always empty and fills up buckets.
       extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
@@ -144,18 +136,8 @@ class Runner:
             network = matrix.settle(network, mesh, products, whose="the draft's products")
             source = source.with_network(network)
 
-        def plan(cfg: ModelConfig) -> tuple[dict[str, Plan], dict[str, Program]]:
-            plans = make_plans(cfg, spec, source, strategies)
-            return plans, programs_of(plans, spec.spec_verify_tokens if drafts else 1)
-
-        self.plans, self.strategies = plan(cfg)
-        self.own_plain, self.exact_plain = None, set()
-        device = dispatch.device_of(mesh)
-        size = row_block(device, batch, self.strategies) if invariant else None
-        if size is not None:
-            cfg = cfg.running(row_block=size)
-            self.plans, self.strategies = plan(cfg)
-            self.own_plain = Program(OFF, self.plans[OFF])
+        self.plans = make_plans(cfg, spec, source, strategies)
+        self.strategies = programs_of(self.plans, spec.spec_verify_tokens if drafts else 1)
         self.cfg = cfg
         names = [spec.own_strategy.name, spec.resolve().name] if drafts else []
         self.plan = self.plans[next(name for name in (*names, *self.plans) if name in self.plans)]
@@ -179,7 +161,9 @@ class Runner:
         self.mark: jax.Array | None = None
         self.latest: tuple | None = None
         self.agreement = agreement_of(mesh)
-        self.executables = Executables(mesh, cfg, Graphs(device, kernels, config.enforce_eager))
+        self.executables = Executables(
+            mesh, cfg, Graphs(dispatch.device_of(mesh), kernels, config.enforce_eager)
+        )
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -257,27 +241,17 @@ class Runner:
         """Number of programs that were compiled so far."""
         return self.executables.compilations
 
-    def rounds(
-        self, strategy: str, rows: int | None = None, features: Features | None = None
-    ) -> int:
+    def rounds(self, strategy: str, rows: int | None = None) -> int:
         """The most rounds of a chunk.
 
         Args:
           strategy: name of the strategy.
           rows: number of rows; None: those of a large batch.
-          features: features that decide which program runs, see `program_of`; None: the program
-            that the strategy shares with others.
         """
-        shared = self.strategies[strategy]
-        program = shared if features is None else self.program_of(strategy, features)
-        return self._rounds(program.plan, rows)
-
-    def own_rounds(self, rows: int) -> float:
-        """The most rounds of a chunk by `own_plain`; infinite if there is none."""
-        return math.inf if self.own_plain is None else self._rounds(self.own_plain.plan, rows)
+        return self._rounds(self.strategies[strategy].plan, rows)
 
     def _rounds(self, plan: Plan, rows: int | None) -> int:
-        """The most rounds of a chunk by a program of this plan."""
+        """The most rounds of a chunk by the program of a plan."""
         least, stretch = self.config.chunk_tokens, self.config.stretch
         tokens = least * max(1, stretch // (rows or stretch))
         if plan.tree is None and plan.source and plan.source.needs.window:
@@ -287,10 +261,7 @@ class Runner:
 
     def most_tokens(self, rows: int) -> int:
         """The most tokens that one row can emit in a chunk of `rows` rows."""
-        most = [self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items()]
-        if self.exact_plain:
-            most.append(self.own_rounds(rows))
-        return max(most)
+        return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
         """The buckets, ascending, of compiled programs that serve this strategy and features."""
@@ -376,24 +347,20 @@ class Runner:
         features: Features,
         row_map: RowMap,
         until: Until,
-        program: Program | None = None,
-    ) -> Packed[Result]:
+    ) -> Result:
         """Enqueues a chunk; its result is on the device and may not be computed yet.
 
         Args:
           strategy: name of the strategy.
           features: features that the running slots ask for. The smallest compiled program that
             serves them runs, see `Executables.covering`; if there is none, one is compiled.
-          row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot is there
+          row_map: the slot of each row, and of `extra_slots` more. No slot is there
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
-          program: the program of the strategy; None: the one that `program_of` chooses.
         """
         bucket = len(row_map.slots) - self.extra_slots
-        program = program or self.program_of(strategy, features)
-        # `own_plain` runs with the features of the shared program that it stands for.
-        shared = self.strategies[strategy].name
-        features = self.executables.covering(shared, bucket, features)
+        program = self.strategies[strategy]
+        features = self.executables.covering(program.name, bucket, features)
         inputs = (self.weights.policy, self.weights.draft, self.state, row_map, until)
         if program.part is not None:
             inputs = (*inputs, program.part)
@@ -402,18 +369,6 @@ class Runner:
         self.state, result = self.run(key, call, inputs, (2,), inputs[3:])
         self.mark = None
         return result
-
-    def program_of(self, strategy: str, features: Features) -> Program:
-        """The program that chunks of a strategy run, for features.
-
-        It is `own_plain` where that has the bits of the shared program which would run.
-        """
-        shared = self.strategies[strategy]
-        if strategy == OFF and self.exact_plain:
-            served = self.executables.covering(shared.name, self.batch, features)
-            if served in self.exact_plain:
-                return self.own_plain
-        return shared
 
     def _chunk_program(
         self, plan, features, bucket, params, head, state, row_map, until, part=None
@@ -424,18 +379,9 @@ class Runner:
         state, result = run_chunk(
             model, head, plan, state, row_map, bucket, capacity, until, pin, part
         )
-        if self.mesh is not None:  # each array by itself, before they are packed into one
+        if self.mesh is not None:
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
-        return state, Packed.of(result)
-
-    def alone(self, rows: RowMap) -> RowMap:
-        """Pads the row map of the rows of a chunk for one in which no sequence waits."""
-        spare, room = self.slots - 1, ((0, self.extra_slots),)
-        return RowMap(
-            np.pad(rows.slots, room, constant_values=spare),
-            np.pad(rows.active, room),
-            np.pad(rows.table, (*room, (0, 0)), constant_values=NULL_PAGE),
-        )
+        return state, result
 
     @property
     def drafts_from_others(self) -> bool:
@@ -554,72 +500,3 @@ def place_sizes(batch: int) -> list[int]:
 def place_size(batch: int, count: int) -> int:
     """The size of the smallest program that starts `count` sequences."""
     return next(size for size in place_sizes(batch) if size >= count)
-
-
-# --- what they return -----------------------------------------------------------------------------
-
-
-class _Layout(NamedTuple):
-    """The structure of a packed tree, and the shape and dtype of each of its leaves, in order."""
-
-    structure: jax.tree_util.PyTreeDef
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed(Generic[T]):
-    """A tree of arrays packed into one array, as a program returns it to the host.
-
-    Every array that comes from a device costs the host a transfer, some calls of Python and a copy,
-    however small it is. A chunk's result is a dozen small arrays; packed, they cost as much as one.
-
-    Attributes:
-      words: bits of all leaves, in order, uint32 [n].
-      layout: how to unpack them.
-    """
-
-    words: jax.Array
-    layout: _Layout
-
-    @classmethod
-    def of(cls, tree: T) -> Packed[T]:
-        """Packs a tree; for use inside a jitted function.
-
-        Raises:
-          TypeError: an array is neither of booleans nor of 32-bit numbers.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        words = jnp.concatenate([_words(x).ravel() for x in leaves])
-        shapes, dtypes = tuple(x.shape for x in leaves), tuple(np.dtype(x.dtype) for x in leaves)
-        return cls(words, _Layout(structure, shapes, dtypes))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the program is done."""
-        return self.words.is_ready()
-
-    def send(self) -> None:
-        """Starts the transfer to the host, which begins once the program is done."""
-        self.words.copy_to_host_async()
-
-    def open(self) -> T:
-        """The tree as numpy arrays, read-only; waits for the transfer."""
-        words, leaves, begin = np.asarray(self.words), [], 0
-        for shape, dtype in zip(self.layout.shapes, self.layout.dtypes, strict=True):
-            size = math.prod(shape)
-            part = words[begin : begin + size].reshape(shape)
-            leaves.append(part.astype(bool) if dtype.kind == "b" else part.view(dtype))
-            begin += size
-        return jax.tree.unflatten(self.layout.structure, leaves)
-
-
-jax.tree_util.register_dataclass(Packed, data_fields=["words"], meta_fields=["layout"])
-
-
-def _words(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if x.dtype.itemsize != 4:
-        raise TypeError(f"expected an array of booleans or 32-bit numbers, got {x.dtype}")
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,19 +87,6 @@ class News(NamedTuple):
             top=None if self.top is None else self.top[drop:],
             rounds=[count for count in rounds if count],
         )
-
-
-class Watcher(Protocol):
-    """An object whose methods the engine calls, in the thread that steps it, for each chunk.
-
-    They must return quickly.
-    """
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """Is called after the result of a chunk was read."""
-
-    def news(self, sequence: Sample, news: News) -> None:
-        """Is called for each sample that got tokens; `step` returns the samples that ended."""
 
 
 class ResultLists(NamedTuple):
@@ -203,21 +190,14 @@ class Sample:
         self._records = [] if given.records is None else [given.records]
         # One piece per chunk, because a string cannot grow.
         self._origins = [given.origins[:count].ljust(count, UNKNOWN)]
-        # The most likely tokens of each position, and those of the transformed distribution.
-        self._top: list[dict[int, float]] = []
-        self._top_transformed: list[dict[int, float]] = []
+        self._top: list[dict[int, float]] = []  # the most likely tokens of each position
         self._histogram = [0] * (self._steps + 2)
-        self._drafted = self._accepted = 0
+        self._drafted = 0
         self._depths = [0] * (self._steps + 1)
         self._stops = None
-        if params.stop:
-            self._stops = StopStrings(
-                params.stop,
-                self.job.decode,
-                params.include_stop_str_in_output,
-                params.min_tokens,
-                self.job.name,
-            )
+        if self.job.stop:
+            include = params.include_stop_str_in_output
+            self._stops = StopStrings(self.job.stop, self.job.decode, include, params.min_tokens)
             self._stops.feed(self.tokens)
 
     def is_of(self, version: int) -> bool:
@@ -239,8 +219,12 @@ class Sample:
     @property
     def origin_counts(self) -> tuple[int, int, int]:
         """Numbers of tokens that were drafted, of bonus tokens, and of plainly decoded tokens."""
-        bonus = sum(self._depths[1:])
-        return self._accepted, bonus, len(self.tokens) - self._accepted - bonus
+        accepted, bonus = self._stats.accepted, self._stats.drafted_rounds
+        return accepted, bonus, len(self.tokens) - accepted - bonus
+
+    @property
+    def _stats(self) -> SpecStats:
+        return SpecStats(tuple(self._histogram), tuple(self._depths), self._drafted)
 
     @property
     def most(self) -> int:
@@ -298,11 +282,8 @@ class Sample:
             # A view would keep the whole result of the chunk in memory until the sample ends.
             self._records.append(report.records[row, :count].copy())
         if best:  # if it is 0, the chosen tokens alone are reported
-            top, rows = report.top, (row, slice(count), slice(best))
-            self._top += _entries(top.ids[rows], top.logprobs[rows])
-            if self._transformed is not None:
-                ids, logprobs = top.transformed_ids[rows], top.transformed_logprobs[rows]
-                self._top_transformed += _entries(ids, logprobs)
+            rows = row, slice(count), slice(best)
+            self._top += _entries(report.top.ids[rows], report.top.logprobs[rows])
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(lists.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
@@ -320,20 +301,18 @@ class Sample:
         begin, rounds, steps, rows = self._latest
         those = slice(begin, begin + sum(rounds))
         tokens, logprobs = self.tokens[those], self.logprobs[those]
-        top = self._with_chosen(self._top, self.logprobs, those)
+        top = self._with_chosen(those)
         return News(begin, tokens, logprobs, top, rounds, steps, rows, self.text)
 
-    def _with_chosen(
-        self, top: list[dict[int, float]], logprobs: list[float] | None, those: slice
-    ) -> list[dict[int, float]] | None:
+    def _with_chosen(self, those: slice) -> list[dict[int, float]] | None:
         """The most likely tokens at some positions, each with the token that was generated there.
 
         None: they were not asked for.
         """
-        if self.job.params.logprobs is None or logprobs is None:
+        if self.job.params.logprobs is None:
             return None
-        chosen = zip(self.tokens[those], logprobs[those], strict=True)
-        best = top[those] if top else itertools.repeat({})
+        chosen = zip(self.tokens[those], self.logprobs[those], strict=True)
+        best = self._top[those] if self._top else itertools.repeat({})
         return [likely | {t: value} for likely, (t, value) in zip(best, chosen, strict=False)]
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
@@ -346,7 +325,6 @@ class Sample:
             if count and kept:
                 count = min(count, kept)
                 self._histogram[count] += 1
-                self._accepted += count - 1
                 kept -= count
                 rounds.append(count)
         return rounds
@@ -359,23 +337,16 @@ class Sample:
           cut: where a stop string ends it; None: there is none.
         """
         those = slice(None if cut is None else cut.tokens)
-        transformed, records, bins = self._transformed, self.records, self._histogram
+        transformed, records = self._transformed, self.records
         return SampleOutput(
             token_ids=self.tokens[those],
             text=None if cut is None else cut.text,
             logprobs=self.logprobs[those],
             finish_reason=reason,
-            stats=SpecStats(
-                rounds=sum(bins),
-                drafted=self._drafted,
-                accepted=self._accepted,
-                histogram=tuple(bins),
-                depths=tuple(self._depths),
-            ),
+            stats=self._stats,
             weight_versions=tuple(self.versions),
             transformed_logprobs=None if transformed is None else transformed[those],
-            top_logprobs=self._with_chosen(self._top, self.logprobs, those),
-            top_transformed_logprobs=self._with_chosen(self._top_transformed, transformed, those),
+            top_logprobs=self._with_chosen(those),
             records=None if records is None else records[those],
             origins=self.origins[those],
         )

@@ -36,7 +36,7 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError, Spell, python
+from specjax.spelling import SettingError, Spell
 
 _PROTOCOL = ("of", "load", "begin", "step", "needs")  # of `specjax.interfaces.Draft`
 
@@ -77,17 +77,15 @@ def own_class(name: str) -> type[Draft]:
       SettingError: there is nothing at `name`, or it is no class of drafts.
     """
     try:
-        kind, problem = DRAFTS.find(name), None
+        kind = DRAFTS.find(name)
+        if lacking := [x for x in _PROTOCOL if not hasattr(kind, x)]:
+            raise ValueError(
+                "expected a class with the methods of specjax.interfaces.Draft, got "
+                f"{kind!r}, which lacks {', '.join(lacking)}"
+            )
     except ValueError as error:
-        kind, problem = None, str(error)
-    lacking = [x for x in _PROTOCOL if not hasattr(kind, x)]
-    if problem is None and (lacking or not isinstance(kind, type)):
-        problem = (
-            f"expected a class with the methods of specjax.interfaces.Draft, got {kind!r}, which "
-            f"lacks {', '.join(lacking) or 'a constructor'}"
-        )
-    if problem is not None:
-        raise SettingError(lambda spell: f"{spell('draft', name)}: {problem}")
+        problem = str(error)
+        raise SettingError(lambda spell: f"{spell('draft', name)}: {problem}") from error
     return kind
 
 
@@ -100,14 +98,12 @@ class Drafting(NamedTuple):
       control: settings of the controller; None: always the strategy of `spec`.
       by_default: whether `auto` became n-grams because the checkpoint has no head.
       kind: class of what drafts; None: plain decoding.
-      has_head: whether the checkpoint has a head.
     """
 
     spec: SpecConfig | None
     control: ControlConfig | None
     by_default: bool = False
     kind: type[Draft] | None = None
-    has_head: bool = False
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -122,29 +118,16 @@ class Drafting(NamedTuple):
         is_ours = self.spec is not None and self.spec.own_draft is None
         return is_ours and self.kind is not None and issubclass(self.kind, HeadSource)
 
-    def described(self, spell: Spell = python, always_drafts: bool = False) -> str:
-        """A line for the user: what drafts, why, and which setting changes it.
-
-        Args:
-          spell: function that spells settings as the user types them.
-          always_drafts: whether the program refuses plain decoding.
-        """
-        spec = self.spec
+    def described(self) -> str:
+        """A line for the user: what drafts, and why."""
         if self.strategies == (Strategy.OFF,):
             return "draft: none, by plain decoding"
-        known = CHECKPOINT_DRAFT if self.has_head else RANDOM_DRAFT
-        others = [name for name in (known, NGRAM_DRAFT) if name != spec.draft]
-        if spec.draft_path is None:
-            others.append("DIR")
-        ways = [spell("draft", name) for name in others]
-        ways += [] if always_drafts else [spell("strategy", "off")]
-        change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
         how = f"always {self.strategies[0]}"
         if len(self.strategies) > 1:
             names = ", ".join(map(str, self.strategies))
             how = f"the controller {self.control.controller} chooses among {names}"
         why = ", for the checkpoint has no draft head" if self.by_default else ""
-        return f"draft: {self.named()}{why}; {how}; {change}"
+        return f"draft: {self.named()}{why}; {how}"
 
     def named(self) -> str:
         """What drafts, in words."""
@@ -216,7 +199,7 @@ def settle_draft(
         kind = head
     else:  # a head that is missing is refused where it would be loaded
         kind = _class_of_word(spec.draft, spec)
-    return Drafting(spec, control, by_default, kind, head is not None)
+    return Drafting(spec, control, by_default, kind)
 
 
 def trains(source: Draft | type[Draft]) -> bool:
@@ -312,20 +295,17 @@ def require_same_draft(new: Draft, served: Draft) -> None:
 
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
     """The path of the first part in which two configs differ, and both parts."""
-    if type(one) is not type(other):
-        return name, one, other
-    parts = []
-    if dataclasses.is_dataclass(one):
-        names = [field.name for field in dataclasses.fields(one)]
-        parts = [(n, getattr(one, n), getattr(other, n)) for n in names]
-    elif name.endswith("layers") and len(one) != len(other):
-        return f"number of {name}", len(one), len(other)
-    elif name.endswith("layers"):
+    if name.endswith("layers"):
+        if len(one) != len(other):
+            return f"number of {name}", len(one), len(other)
         parts = [(i, *both) for i, both in enumerate(zip(one, other, strict=True))]
-    for part, mine, theirs in parts:
-        if mine != theirs:
-            return first_difference(f"{name}.{part}", mine, theirs)
-    return name, one, other
+    elif type(one) is type(other) and dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        parts = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    else:
+        return name, one, other
+    part, one, other = next(pair for pair in parts if pair[1] != pair[2])
+    return first_difference(f"{name}.{part}", one, other)
 
 
 def find_draft_at(name: str) -> Path:
@@ -347,32 +327,19 @@ def find_draft_at(name: str) -> Path:
         lambda spell: (
             f"{spell('draft')}: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
             "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
-            f"{name!r}" + _hint(name.strip().lower(), spell)
+            f"{name!r}{_hint(name.strip().lower(), spell)}"
         )
     )
 
 
-# What users may write for a setting of another name.
-_OTHER_WORDS = {
-    "head": ("draft", CHECKPOINT_DRAFT),
-    "model": ("draft", "DIR"),
-    **dict.fromkeys(("none", "off", "no", "false"), ("strategy", "off")),
-    **dict.fromkeys(("ngrams", "n-gram", "prompt_lookup", "history"), ("draft", NGRAM_DRAFT)),
-    **dict.fromkeys(("new", "init"), ("draft", RANDOM_DRAFT)),
-}
-
-
 def _hint(name: str, spell: Spell) -> str:
     """The end of a message: what a wrong word, in lower case, may have been meant to be."""
+    if name in ("none", "off", "no", "false"):
+        return f"; did you mean {spell('strategy', 'off')}?"
     if name in DRAFT_KINDS:
-        kind = f" and {spell('draft_kind', name)}" if name != DRAFT_KINDS[0] else ""
-        return (
-            f"; name the directory of the {name} head, or make a new one with "
-            f"{spell('draft', RANDOM_DRAFT)}{kind}"
-        )
+        return f"; a new one is {spell('draft', RANDOM_DRAFT)} and {spell('draft_kind', name)}"
     close = difflib.get_close_matches(name, DRAFT_WORDS, 1)
-    meant = _OTHER_WORDS.get(name) or (("draft", close[0]) if close else None)
-    return f"; did you mean {spell(*meant)}?" if meant else ""
+    return f"; did you mean {spell('draft', close[0])}?" if close else ""
 
 
 def load_head(

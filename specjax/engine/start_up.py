@@ -1,20 +1,12 @@
 """Compiles and checks all programs before the first request, and measures what a round costs.
 
-Two comparisons decide which programs run. Both run several chunks in a row from one new state, in
-which some sequences end and waiting ones take their rows over, so that all loops of a chunk run.
-Requests set an option of each feature, so that its branch is taken.
-
 `check_graphs` compares chunks that are one CUDA graph with the same chunks as plain programs: all
-that the host reads, to the bit. The first chunk records a graph, later ones update and launch it.
-It supposes that a plain program gives equal bits whenever it runs; where results differ, the plain
-program runs again, and the line in the log says whether two runs of it differ as well.
-
-`check_plain` is about `invariant` mode, where all strategies share the program of one tree, which
-makes plain decoding as slow as the tree. Where rows lie in blocks (`Runner.own_plain`), plain
-decoding and the tree have products of one shape, and attention computes each row alone. Whether the
-compiler rounds both alike is found out here: every token and log-probability of plain decoding's
-own program is compared with those of the tree's, decoding plainly and drafting with the most steps.
-The order of sums does not depend on the numbers, so that another order would show in some of them.
+that the host reads, to the bit. It runs several chunks in a row from one new state, in which some
+sequences end and waiting ones take their rows over, so that all loops of a chunk run. Requests set
+an option of each feature, so that its branch is taken. The first chunk records a graph, later ones
+update and launch it. It supposes that a plain program gives equal bits whenever it runs; where
+results differ, the plain program runs again, and the line in the log says whether two runs of it
+differ as well.
 """
 
 from __future__ import annotations
@@ -22,39 +14,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax.config import SamplingParams
-from specjax.control import OFF
 from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
-from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, Program, described
+from specjax.engine.programs import CompileProgress, OnProgram, described
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
+from specjax.engine.runner import Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
 
-log = logging.getLogger(__name__)
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
+POLL_SECONDS = 1.0  # the caller is told at least this often how many programs are ready
 CONTEXT = 256  # the most tokens of a sequence while programs are run and most costs are measured
 LONG_CONTEXT = 16384  # the most tokens of a sequence while the growth of costs is measured
 # The long context is at least so many times the short one, or costs would hardly differ.
 LEAST_GROWTH = 2
-# The growth of costs is measured as long as that took less than this share of the seconds that were
-# measured before.
-LONG_SHARE = 0.5
 # Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
 # seem cheap.
 REPEATS_BESIDE = 2
@@ -68,29 +56,23 @@ WAITING = 2  # sequences beyond the bucket, which take over rows in chunks that 
 
 @dataclasses.dataclass(frozen=True)
 class StartUp:
-    """Time and memory that starting took.
+    """The time that starting took, and the size of the caches.
 
     Attributes:
       programs: number of programs that were compiled.
       seconds: time to compile them and to run each once.
       calibration_seconds: time to measure them.
-      code_bytes: size of the code of all programs; 0 where the platform does not say.
-      temporary_bytes: size of the temporaries of the program with the largest ones, likewise.
       cache_bytes: size of all pages.
     """
 
-    programs: int
-    seconds: float
-    calibration_seconds: float
-    code_bytes: int
-    temporary_bytes: int
-    cache_bytes: int
+    programs: int = 0
+    seconds: float = 0.0
+    calibration_seconds: float = 0.0
+    cache_bytes: int = 0
 
     def __str__(self) -> str:
-        names = "code", "temporaries", "caches"
-        sizes = zip(names, (self.code_bytes, self.temporary_bytes, self.cache_bytes), strict=True)
-        listed = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes if size)
-        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({listed})"
+        text = f"compiled {self.programs} programs in {self.seconds:.1f} s (caches "
+        text += f"{self.cache_bytes / 2**20:.1f} MiB)"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
@@ -178,24 +160,28 @@ def compile_ahead(
         tell(done, total)
 
     ready(0)
-    with contextlib.ExitStack() as stack:
-        for runner in runners:
-            runner.reset()
-            stack.enter_context(runner.executables.checking())
-        _build(engines, features, ready)
-    # Where a graph is wrong, all engines compile their chunks again.
-    _build([one for one in engines if one.runner.executables.drop_graphs()], features)
+    graphs = runners[0].executables.graphs  # which replicas share
+    begins_with_graphs = graphs.wanted
+    try:
+        if graphs.wanted:
+            check_graphs(engines[0], features)
+        if graphs.wanted == begins_with_graphs:
+            _build(engines, features, ready)
+    except jax.errors.JaxRuntimeError as error:
+        if not graphs.wanted:
+            raise
+        graphs.stop(f"{described(runners[0].latest)} fails at the start: {first_line(error)}")
     for runner in runners:
-        check_plain(runner, features)
+        runner.executables.is_checked = True
+    if graphs.wanted != begins_with_graphs:
+        for runner in runners:
+            runner.executables.drop_graphs()
+        _build(engines, features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
-    memory = [runner.executables.memory() for runner in runners]
     return StartUp(
         programs=sum(runner.compilations for runner in runners) - built,
         seconds=time.perf_counter() - started,
-        calibration_seconds=0.0,
-        code_bytes=sum(sizes["code"] for sizes in memory),
-        temporary_bytes=sum(sizes["temporaries"] for sizes in memory),
         cache_bytes=sum(runner.pages * runner.page_bytes for runner in runners),
     )
 
@@ -205,99 +191,88 @@ def _build(
 ) -> None:
     """Compiles the programs of engines that are not compiled yet, and runs all once.
 
+    Compilers run on threads, in the order in which the programs are started.
+
     Args:
       ready: function called with the number of programs that became ready.
     """
-    side_by_side = [one for one in engines if one.runner.executables.threads > 1]
-    if side_by_side:
-        _compile(side_by_side, features, ready)
-    for programs in engines:
-        _run_each_once(programs, features, None if programs in side_by_side else ready)
+    executables = [programs.runner.executables for programs in engines]
+    pool = ThreadPoolExecutor(min(store.threads for store in executables), "compile")
 
+    def collect(seconds: float) -> None:
+        wait([f for store in executables for f in store.pending.values()], seconds, FIRST_COMPLETED)
+        for count in [1] * sum(store.collect() for store in executables) or [0]:
+            ready(count)
 
-def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: OnReady) -> None:
-    """Compiles the programs of engines side by side."""
-    threads = min(each.runner.executables.threads for each in engines)
-    with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
-        for programs in engines:
-            stack.enter_context(programs.runner.executables.ahead(pool))
-            submitted = pool.submitted
-            for _ in programs.start(features):
-                if pool.submitted == submitted:  # it was compiled before
-                    ready(1)
-                submitted = pool.submitted
-                pool.collect()
-        pool.finish()
-
-
-def _run_each_once(
-    programs: Programs, features: Sequence[Features], ready: OnReady | None = None
-) -> None:
-    """Runs every program once; compiles those that are not compiled yet.
-
-    If a program that is a CUDA graph fails, graphs are turned off, and the programs that were not
-    run yet are left.
-    """
-    runner, executables = programs.runner, programs.runner.executables
     try:
-        with executables.ahead(None):
-            for result in programs.start(features):
-                # Errors show here, while `latest` is the program that failed.
-                jax.block_until_ready((result, runner.state, runner.kept))
-                if ready is not None:
-                    ready(1)
-    except jax.errors.JaxRuntimeError as error:
-        if not executables.is_graph(runner.latest):
-            raise
-        reason = f"{described(runner.latest)} fails at the start: {first_line(error)}"
-        executables.graphs.stop(reason)
-        runner.reset()
-        return
-    if executables.plain_forms:
-        check_graphs(runner)
-        runner.reset()
+        with contextlib.ExitStack() as stack:
+            for programs, store in zip(engines, executables, strict=True):
+                programs.runner.reset()
+                stack.enter_context(store.ahead(pool))
+                known = len(store.by_key)
+                for _ in programs.start(features):
+                    collect(0.0)
+                submitted = len(store.by_key) - known
+                ready(programs.count(features) - submitted)  # those that were compiled before
+            while any(store.pending for store in executables):
+                collect(POLL_SECONDS)
+    finally:
+        # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
+        pool.shutdown(wait=False, cancel_futures=True)
+    for programs in engines:
+        runner = programs.runner
+        for result in programs.start(features):
+            # Errors show here, while `latest` is the program that failed.
+            jax.block_until_ready((result, runner.state, runner.kept))
 
 
 # --- comparing ------------------------------------------------------------------------------------
 
 
-def check_graphs(runner: Runner) -> None:
-    """Turns graphs off where they give other results, or fail; overwrites the state.
+def check_graphs(programs: Programs, features: Sequence[Features]) -> None:
+    """Turns graphs off where they give other results; overwrites the state.
 
-    It compares all of `Executables.plain_forms`. That a graph is right is kept for later starts.
+    It compares the program of the smallest bucket of each strategy, for each set of features. That
+    a graph is right is kept for later starts.
+
+    Raises:
+      JaxRuntimeError: a program cannot be compiled or run.
     """
-    executables = runner.executables
-    for key, plain in executables.plain_forms.items():
-        graph = executables.by_key[key]
-        _, program, bucket, features = key
-        served = [name for name, its in runner.strategies.items() if its.name == program]
-        strategy = max(served, key=lambda name: runner.plans[name].steps)
+    runner, executables = programs.runner, programs.runner.executables
+    first: dict[str, tuple[str, int]] = {}
+    for strategy, bucket in programs.chunks:  # the smallest buckets come first
+        first.setdefault(runner.strategies[strategy].name, (strategy, bucket))
+    buckets: dict[int, list[str]] = {}
+    for strategy, bucket in first.values():
+        buckets.setdefault(bucket, []).append(strategy)
+    smallest = Programs(runner, {}, buckets)
+    _build([smallest], features)
+    compared = [key for key, verdict in executables.verdicts.items() if not verdict.is_right]
+    if not compared:
+        return
+    built = {key: executables.by_key.pop(key) for key in compared}
+    executables.graphs.wanted = False
+    _build([smallest], features)  # as plain programs
+    executables.graphs.wanted = True
 
-        def run(form: Callable, key=key, asked=(runner, strategy, bucket, features)):
-            executables.by_key[key] = form
-            return run_chunks(*asked)
+    def run(key: tuple, form: Callable) -> list[Result]:
+        executables.by_key[key] = form
+        return run_chunks(runner, *first[key[1]], key[3])
 
-        try:
-            wanted = run(plain.compiled)
-            reason = _difference(wanted, run(graph))
-            if reason and _difference(wanted, run(plain.compiled)):
+    for key, graph in built.items():
+        plain = executables.by_key[key]
+        expected = run(key, plain)
+        if reason := _difference(expected, run(key, graph)):
+            if _difference(expected, run(key, plain)):
                 reason += "; two runs without graphs differ as well, so that this shows nothing"
-        except jax.errors.JaxRuntimeError as error:
-            if executables.by_key[key] is not graph:
-                raise
-            reason = f"fails: {first_line(error)}"
-            runner.state = runner.kept = None
-        finally:
-            executables.by_key[key] = graph
-        if reason is not None:
             executables.graphs.stop(f"{described(key)} {reason}")
             return
-        plain.verdict.keep()
+        executables.verdicts[key].keep()
 
 
-def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
+def _difference(expected: Sequence[Result], got: Sequence[Result]) -> str | None:
     """What differs between the chunks of a plain program and of one graph; None: nothing."""
-    for number, (plain, graph) in enumerate(zip(wanted, got, strict=True), 1):
+    for number, (plain, graph) in enumerate(zip(expected, got, strict=True), 1):
         for name, a, b in zip(Result._fields, plain, graph, strict=True):
             equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), a, b)
             if not all(jax.tree.leaves(equal)):
@@ -306,95 +281,11 @@ def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
     return None
 
 
-def check_plain(runner: Runner, features: Sequence[Features]) -> None:
-    """Sets `Runner.exact_plain`, and resets the state; compiles what is not compiled yet.
-
-    Args:
-      features: sets for which the programs of other strategies are compiled.
-    """
-    alone, executables = runner.own_plain, runner.executables
-    if alone is None:
-        return
-    served = (
-        executables.covering(runner.strategies[OFF].name, runner.batch, wanted)
-        for wanted in features
-    )
-    for wanted in dict.fromkeys(served):
-        if wanted in runner.exact_plain:
-            continue
-        executables.graphs.is_first(alone.name, wanted)  # it is compared with the tree's alone
-        with executables.checking():
-            reason = _why_not_own(runner, wanted)
-        if reason is None:
-            runner.exact_plain.add(wanted)
-            log.info("invariant: plain decoding runs a program of its own, which gives equal bits")
-        else:
-            executables.by_key.pop(("chunk", alone.name, runner.batch, wanted), None)
-            log.info("invariant: plain decoding runs the program of the tree, for %s", reason)
-    runner.reset()
-
-
-def _why_not_own(runner: Runner, features: Features) -> str | None:
-    """Why plain decoding's own program cannot be used for features; None: it can."""
-    longest = max(runner.plans, key=lambda name: runner.plans[name].steps)
-    shared = run_chunks(runner, OFF, runner.batch, features)
-    drafted = run_chunks(runner, longest, runner.batch, features)
-    try:
-        alone = run_chunks(runner, OFF, runner.batch, features, runner.own_plain)
-    except jax.errors.JaxRuntimeError as error:
-        return f"its own fails: {first_line(error)}"
-    if any(not np.array_equal(a.length, b.length) for a, b in zip(shared, alone, strict=True)):
-        return "samples have other lengths than the tree's"
-    return _differing(shared, alone, "plain") or _differing(drafted, alone, longest)
-
-
-_VALUES: dict[str, Callable[[Result], np.ndarray | None]] = {
-    "tokens": lambda result: result.tokens,
-    "log-probabilities": lambda result: result.report.logprobs,
-    "processed log-probabilities": lambda result: result.report.transformed,
-}
-
-
-def _differing(shared: Sequence[Result], alone: Sequence[Result], how: str) -> str | None:
-    """What differs between chunks of the two programs, as far as both have come; None: no bit does.
-
-    Args:
-      how: name of the strategy of the shared program.
-    """
-    for name, values in _VALUES.items():
-        if values(alone[0]) is None:
-            continue
-        for a, b in zip(_emitted(shared, values), _emitted(alone, values), strict=True):
-            both = min(len(a), len(b))
-            if a[:both].tobytes() != b[:both].tobytes():
-                return f"{name} have other bits than the tree's ({how})"
-    return None
-
-
-def _emitted(results: Sequence[Result], values: Callable) -> list[np.ndarray]:
-    """The values of all tokens that chunks in a row emitted, of each sequence."""
-    counts = [result.report.counts.sum(axis=0) for result in results]
-    return [
-        np.concatenate([values(r)[i, : n[i]] for r, n in zip(results, counts, strict=True)])
-        for i in range(len(counts[0]))
-    ]
-
-
-def run_chunks(
-    runner: Runner,
-    strategy: str,
-    bucket: int,
-    features: Features,
-    program: Program | None = None,
-) -> list[Result]:
-    """Runs several chunks of a strategy from a new state, with sequences of different lengths.
-
-    Args:
-      program: as in `Runner.chunk`.
-    """
+def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -> list[Result]:
+    """Runs several chunks of a strategy from a new state, with sequences of different lengths."""
     runner.reset()
     pages, size, steps = runner.pages - 1, runner.page_size, runner.steps
-    rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket), runner.own_rounds(bucket))
+    rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket))
     count = min(bucket + WAITING, pages)
     most = min(1 + IN_A_ROW * rounds * (steps + 1), runner.max_len)
     pages_each = min(pages_for(most, size), pages // count)
@@ -408,7 +299,7 @@ def run_chunks(
     jax.block_until_ready(runner.state)
     row_map, until = _row_map(runner, bucket, count, pages_each), Until.of(rounds)
     chunks = range(IN_A_ROW)
-    return [runner.chunk(strategy, features, row_map, until, program).open() for _ in chunks]
+    return [jax.device_get(runner.chunk(strategy, features, row_map, until)) for _ in chunks]
 
 
 def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
@@ -443,19 +334,17 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     milliseconds after a pause; the least time counts. Measuring is short: the controller corrects
     errors by what it observes later.
 
-    How costs grow with the context is measured in the same way, with sequences that are said to be
-    long: a kernel reads their pages, whatever these hold. It is measured for the largest and the
-    smallest bucket of each strategy, between which seconds per token of context hardly differ, and
-    until that has taken `LONG_SHARE` of the seconds of the rest. Engines whose sequences are short,
-    or have few pages, do without.
+    How costs grow with the context is measured once, with sequences that are said to be long: a
+    kernel reads their pages, whatever these hold. Engines whose sequences are short, or have few
+    pages, do without.
 
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
-    short, long = _contexts(runner, max(programs.strategies))
+    largest = max(programs.strategies)
+    short, long = _contexts(runner, largest)
     beside: dict[int, float] = {}
-    spent = 0.0  # measured seconds
 
     @functools.cache
     def admission(bucket: int, length: int):
@@ -465,14 +354,12 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
 
     def timed(name: str, bucket: int, length: int, rounds: int, times: int = 1):
         """Yields the seconds and the number of rounds of chunks in a row."""
-        nonlocal spent
         runner.place(admission(bucket, length))
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            result = _start_chunk(runner, name, features, bucket, rounds, length).open()
+            result = jax.device_get(_start_chunk(runner, name, features, bucket, rounds, length))
             seconds = runner.agreement.agree(time.perf_counter() - begin)
-            spent += seconds
             yield seconds, int(result.rounds)
 
     def measured(name: str, bucket: int, length: int) -> list[float]:
@@ -482,7 +369,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         times = IN_A_ROW if first < SLOW_SECONDS else 1 if first <= LONG_SECONDS else 0
         # A sequence has room for all chunks in a row.
         room = (runner.max_len - length) // (runner.plans[name].steps + 1) // IN_A_ROW
-        most = max(min(runner.rounds(name, bucket, features), room), 1)
+        most = max(min(runner.rounds(name, bucket), room), 1)
         rounds = min(max(round(SAMPLE_SECONDS / first), 1), most)
         # Without a round, its sequences have no room for further tokens.
         return [first] * (first >= SLOW_SECONDS) + [
@@ -491,24 +378,20 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
             if count
         ]
 
-    samples, longer = {}, {}
+    least: dict[tuple[str, int], float] = {}
     for bucket, names in programs.strategies.items():
         beside[bucket] = statistics.median(
             min(next(timed(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
             for name in names
         )
-        samples |= {(name, bucket): measured(name, bucket, short) for name in names}
-    limit = (1 + LONG_SHARE) * spent
-    for pick in (max, min):  # the largest bucket, where the context counts most, comes first
-        for name in runner.plans if long is not None else ():
-            bucket = pick(
-                (b for b, names in programs.strategies.items() if name in names), default=0
-            )
-            # All hosts have measured the same seconds, and so agree.
-            if bucket and (name, bucket) not in longer and samples[name, bucket] and spent < limit:
-                longer[name, bucket] = measured(name, bucket, long)
-    longer = {key: seconds for key, seconds in longer.items() if seconds}
-    table = CostTable.from_samples(samples, beside, long and (short, long), longer)
+        # Anything else that the machine does adds to a time, and never takes from it.
+        least |= {(n, bucket): min(measured(n, bucket, short), default=None) for n in names}
+    slope, first = 0.0, programs.strategies[largest][0]
+    if long is not None and (seconds := measured(first, largest, long)) and least[first, largest]:
+        slope = max(min(seconds) - least[first, largest], 0.0) / (largest * (long - short))
+    buckets = sorted(programs.strategies)
+    costs = {name: [least.get((name, b)) for b in buckets] for name in runner.plans}
+    table = CostTable(buckets, costs, [beside[b] for b in buckets], slope, short)
     return table, time.perf_counter() - started
 
 
@@ -574,7 +457,7 @@ def _start_chunk(
     bucket: int,
     rounds: int,
     length: int | None = None,
-) -> Packed[Result]:
+) -> Result:
     """Enqueues a chunk of the first slots, each with pages of its own if there are enough.
 
     Args:

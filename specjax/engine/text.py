@@ -5,9 +5,8 @@ and a possible beginning of a stop string (`StopStrings.text`), because the text
 ends before the stop string.
 
 Stop strings are looked for after each token (`StopStrings`). So the end of a sample depends on its
-tokens only, and not on how many of them a chunk emitted. Decoding leaves special tokens out, but a
-stop string may be one, or contain one. So the text with the names of special tokens in their places
-is searched as well. Only whole names match: `eos` is not found in `<|eos|>`.
+tokens only, and not on how many of them a chunk emitted. Decoding leaves special tokens out: a stop
+string that is one is a stop token, see `request.special_stops`.
 """
 
 from __future__ import annotations
@@ -105,13 +104,6 @@ class Cut(NamedTuple):
     text: str
 
 
-class _Named(NamedTuple):
-    """The range of a special token's name in the text with names."""
-
-    begin: int
-    end: int
-
-
 class StopStrings:
     """Looks for stop strings in one sample.
 
@@ -121,27 +113,13 @@ class StopStrings:
       include: whether the text keeps the stop string.
       min_tokens: number of tokens at the beginning that cannot complete a stop string; stop tokens
         are masked there, too.
-      name: function that returns the text of a special token, and an empty one for other tokens;
-        None: there are no special tokens.
-
-    Attributes:
-      named: text of a sample that was cut, with the names of special tokens in their places.
     """
 
     def __init__(
-        self,
-        strings: Sequence[str],
-        decode: Decode,
-        include: bool = False,
-        min_tokens: int = 0,
-        name: Callable[[int], str] | None = None,
+        self, strings: Sequence[str], decode: Decode, include: bool = False, min_tokens: int = 0
     ):
         self._strings, self._include, self._min_tokens = strings, include, min_tokens
-        self._stream, self._name = TextStream(decode), name
-        self._whole = ""  # the text with the names of special tokens
-        self._names: list[_Named] = []
-        self._count = 0
-        self.named = ""
+        self._stream, self._count = TextStream(decode), 0
 
     @property
     def text(self) -> str:
@@ -150,20 +128,11 @@ class StopStrings:
         It is not cut at a stop string that was found.
         """
         text = self._stream.text
-        begin = self._beginning(text)
-        if self._names:
-            whole = self._beginning(self._whole, self._cuts_a_name)
-            begin = min(begin, self._without_names(whole))
-        return text[:begin]
-
-    def _beginning(self, text: str, refused: Callable[[int, int], bool] = lambda *_: False) -> int:
-        """The place from which on a text may be the beginning of a stop string, see `_find`."""
         for begin in range(max(0, len(text) - max(map(len, self._strings)) + 1), len(text)):
             end = text[begin:]
-            may_go_on = any(len(s) > len(end) and s.startswith(end) for s in self._strings)
-            if may_go_on and not refused(begin, len(text)):
-                return begin
-        return len(text)
+            if any(len(s) > len(end) and s.startswith(end) for s in self._strings):
+                return text[:begin]
+        return text
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; returns where the sample ends once a stop string is complete.
@@ -171,74 +140,21 @@ class StopStrings:
         If one token completes several strings, the one that begins first ends the sample.
         """
         for token in tokens:
-            searched, searched_whole = len(self._stream.text), len(self._whole)
-            self._push(token)
+            searched = len(self._stream.text)
+            self._stream.push(token)
             self._count += 1
             if self._count <= self._min_tokens:
                 continue
+            text = self._stream.text
             matches = [
-                (begin, len(string), self._with_names(begin), string)
-                for begin, string in self._find(self._stream.text, searched)
+                (begin, len(string), string)
+                for string in self._strings
+                if (begin := text.find(string, max(0, searched - len(string) + 1))) >= 0
             ]
-            if self._names:
-                matches += [
-                    (self._without_names(begin), len(string), begin, string)
-                    for begin, string in self._find(self._whole, searched_whole, self._cuts_a_name)
-                ]
             if matches:
-                begin, _, begin_whole, string = min(matches)
-                more = string * self._include
-                self.named = self._whole[:begin_whole] + more
-                return Cut(self._count, self._stream.text[:begin] + more)
+                begin, _, string = min(matches)
+                return Cut(self._count, text[:begin] + string * self._include)
         return None
-
-    def _push(self, token: int) -> None:
-        before = len(self._stream.text)
-        self._stream.push(token)
-        self._whole += self._stream.text[before:]
-        if name := self._name and self._name(token):
-            self._names.append(_Named(len(self._whole), len(self._whole) + len(name)))
-            self._whole += name
-
-    def _find(
-        self, text: str, searched: int, refused: Callable[[int, int], bool] = lambda *_: False
-    ) -> list[tuple[int, str]]:
-        """The stop strings that end after the first `searched` characters, and where they begin.
-
-        Args:
-          text: the text to search.
-          searched: number of characters that were searched before.
-          refused: function that returns whether a match from one index to another does not count.
-        """
-        matches = []
-        for string in self._strings:
-            begin = text.find(string, max(0, searched - len(string) + 1))
-            while begin >= 0 and refused(begin, begin + len(string)):
-                begin = text.find(string, begin + 1)
-            if begin >= 0:
-                matches.append((begin, string))
-        return matches
-
-    def _cuts_a_name(self, start: int, end: int) -> bool:
-        """Whether this range of the text with names holds a part of a name only."""
-        return any(
-            start < name.end and name.begin < end and (name.begin < start or name.end > end)
-            for name in self._names
-        )
-
-    def _with_names(self, index: int) -> int:
-        """The index in the text with names of an index in the text without names."""
-        for name in self._names:
-            if name.begin > index:
-                break
-            index += name.end - name.begin
-        return index
-
-    def _without_names(self, index: int) -> int:
-        """The index in the text without names of an index in the text with names."""
-        return index - sum(
-            min(index, name.end) - name.begin for name in self._names if name.begin < index
-        )
 
 
 class TextPieces:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -161,11 +162,6 @@ class TokenCounts:
         """Those of `ids` that the head drafts."""
         return self.ids[~self._lacking[self.ids]]
 
-    def coverage(self) -> float | None:
-        """The share of the counted tokens that are `drafted`; None if nothing was counted."""
-        total = float(self._counts.sum())
-        return float(self._counts[self.drafted].sum()) / total if total else None
-
     def state(self) -> dict[str, str]:
         """The ids and the counts, for JSON.
 
@@ -265,23 +261,12 @@ class DraftedIds:
             self._weights.set_ids(self.counts.choose())
             return
         size, vocab = len(self._weights.ids), self._cfg.vocab_size
-        given = np.unique(np.asarray(ids))
-        is_right = given.dtype.kind in "iu" and len(given) == len(ids) == size
-        if not is_right or given[0] < 0 or given[-1] >= vocab:
+        given = np.unique([operator.index(token) for token in ids])
+        if not len(given) == len(ids) == size or given[0] < 0 or given[-1] >= vocab:
             raise ValueError(
                 f"expected {size} different token ids below {vocab}, as many as draft_vocab, "
-                f"because the programs are compiled for that number; got {len(ids)}, of which "
-                f"{len(given)} differ, of dtype {given.dtype}"
+                "because the programs are compiled for that number; got "
+                f"{len(ids)}, of which {len(given)} differ"
             )
         self.counts = None
         self._weights.set_ids(given.astype(np.int32))
-
-    def described(self) -> str:
-        """What to say of the ids at the start; empty where the head drafts all tokens."""
-        if self.own is None:
-            return ""
-        ids = self._weights.ids
-        return (
-            f"; of the {len(ids)} tokens to draft from, the head drafts "
-            f"{int(np.isin(ids, self.own).sum())}, for it has {len(self.own)}"
-        )

@@ -31,7 +31,6 @@ from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, as_stored, draw, rms_norm
-from specjax.models.row_blocks import RowBlocks
 from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, pin_rows, split_over_tp, whole_over_tp
@@ -127,26 +126,13 @@ class Transformer(nnx.Module):
     def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
 
-    def logits(self, x: Float[Array, "... D"], by_position: bool = False) -> Float[Array, "... V"]:
-        """Computes float32 logits of states before the final norm.
-
-        Args:
-          by_position: whether these are the rows of a pass of that form.
-        """
-        blocks = self.row_blocks(x.shape) if by_position else None
-        if blocks is not None:
-            x = blocks.split(x)
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Computes float32 logits of states before the final norm."""
         normed, name = self.final_norm(x), "embed" if self.tied else "lm_head"
         head = getattr(self, name).get_value()
         if isinstance(self.layers, nnx.List):  # training has no loop over rounds
             normed, head = as_stored(normed, head, top_rows(self.cfg)[name].axes)
-        logits = lm_logits(normed, transposed(head) if self.tied else head, blocks is not None)
-        return logits if blocks is None else blocks.join(logits)
-
-    def row_blocks(self, shape: Sequence[int]) -> RowBlocks | None:
-        """Returns how rows [B T ..] that attend by position lie in blocks; None: in none."""
-        size = self.cfg.run.row_block
-        return None if size is None else RowBlocks(*shape[:2], size)
+        return lm_logits(normed, transposed(head) if self.tied else head)
 
     def head_weight(self) -> Matrix:
         return transposed(self.embed.get_value()) if self.tied else self.lm_head.get_value()
@@ -170,18 +156,11 @@ class Transformer(nnx.Module):
         if where.form == "tree" and dispatch.runs_layers(cfg):
             x, scratch, found = self._by_kernel(x, where, memory, scratch, wanted)
         else:
-            blocks = self.row_blocks(tokens.shape) if where.form == "by_position" else None
-            positions = where.positions
-            if blocks is not None:
-                x, positions = blocks.split(x), blocks.split(positions)
-            where = where.replace(
-                kernel=cfg.run.attention, angles=angles_of(cfg.layers, positions), blocks=blocks
-            )
+            angles = angles_of(cfg.layers, where.positions)
+            where = where.replace(kernel=cfg.run.attention, angles=angles)
             x, scratch, found, records = run_layers(
                 self.layers, cfg, x, where, memory, scratch, wanted, keep, given
             )
-            if blocks is not None:
-                x, found = blocks.join(x), [*map(blocks.join, found)]
         by_tap = dict(zip(wanted, found, strict=True))
         states = (
             self.final_norm(x) if tap == "post_norm" else by_tap[self._boundary(tap)]
@@ -512,11 +491,9 @@ _embed_split.defvjp(
 
 
 @jax.named_scope("lm_head")
-def lm_logits(
-    normed: Float[Array, "... D"], head: Matrix, by_block: bool = False
-) -> Float[Array, "... V"]:
+def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... V"]:
     """Computes float32 logits of normed states, by a head [D V]; see `dot`."""
-    return dot(normed, head, jnp.float32, by_block)
+    return dot(normed, head, jnp.float32)
 
 
 # --- parameters ----------------------------------------------------------------------------------

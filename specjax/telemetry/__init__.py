@@ -1,9 +1,9 @@
-"""Telemetry of rejected drafts: collected on the host after each chunk, summarised and plotted.
+"""Telemetry of rejected drafts: collected on the host after each chunk, and summarised.
 
 `SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` enables it; the device reports rejections by
 `specjax.decode.report`. After a run `llm.telemetry.summary()` returns the figures,
 `llm.telemetry.write_jsonl("run.jsonl")` writes them to a file, and
-`python -m specjax.telemetry run.jsonl` prints and plots that file.
+`python -m specjax.telemetry run.jsonl` prints that file.
 """
 
 from specjax.telemetry.collector import (

@@ -1,4 +1,4 @@
-"""Prints and plots why drafts were rejected: `python -m specjax.telemetry RUN.jsonl [--out PNG]`.
+"""Prints why drafts were rejected: `python -m specjax.telemetry RUN.jsonl`.
 
 `llm.telemetry.write_jsonl` writes the file.
 """
@@ -7,72 +7,59 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
+from specjax.telemetry.collector import CAUSES, ENTROPY_EDGES, Summary, read_jsonl
 
 
-def tables(summary: Summary) -> list[Table]:
+def tables_of(summary: Summary) -> list[Table]:
     """Returns tables of acceptance per depth, of causes of rejections, and of single figures."""
     depths = Table("depth", "attempts", "accepted", "share", title="Acceptance per depth")
-    rows = zip(summary.attempts, summary.accepts, summary.acceptance_per_depth, strict=True)
-    for depth, (attempts, accepts, share) in enumerate(rows, 1):
+    for depth, share in enumerate(summary.acceptance_per_depth, 1):
+        attempts, accepts = summary.attempts[depth], summary.accepts[depth]
         depths.add_row(str(depth), f"{attempts:,}", f"{accepts:,}", f"{share:.1%}")
     causes = Table("cause", "share", "meaning", title="Why drafts were rejected")
     for name, meaning in CAUSES.items():
-        causes.add_row(name, f"{summary.causes[name]:.1%}", meaning)
+        causes.add_row(name, f"{summary.share(name):.1%}", meaning)
     figures = Table("figure", "value", title="Rejections")
     figures.add_row("rounds", f"{summary.rounds:,}")
     figures.add_row("rejections", f"{summary.rejections:,}")
     figures.add_row("mean position", f"{summary.mean_position:.1f}")
     figures.add_row("mean offset from the prompt", f"{summary.mean_offset:.1f}")
-    total, below = summary.rejections, 0
-    for low, high, count in summary.entropy_histogram:
-        below += count
-        if total and below >= total / 2:
-            figures.add_row("median target entropy", f"{low:g} to {high:g} nats")
+    below = 0
+    for place, low in enumerate(ENTROPY_EDGES):
+        below += summary.entropies[place]
+        if below and below >= summary.rejections / 2:
+            figures.add_row("median target entropy", f"{low:g} nats or slightly more")
             break
-    found = [depths, causes, figures]
-    for table in found:
+    tables = [depths, causes, figures]
+    for table in tables:
         table.title_justify = "left"
         for column in table.columns[1:]:
             column.justify = "left" if column.header == "meaning" else "right"
-    return found
+    return tables
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
     parser.add_argument("run", help="JSON lines as Collector.write_jsonl writes them")
-    parser.add_argument("--out", metavar="PNG", help="default: RUN with the suffix .png")
-    arguments = parser.parse_args(argv)
-    run = Path(arguments.run)
-    out = Path(arguments.out) if arguments.out else run.with_suffix(".png")
-    console = Console(highlight=False)
+    run, console = Path(parser.parse_args(argv).run), Console(highlight=False)
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            summary = read_jsonl(run).summary()
-        for warning in said:
-            print(f"specjax.telemetry: {warning.message}", file=sys.stderr)
+        summary = read_jsonl(run).summary()
         if not summary.rounds:
             raise ValueError(f"{run}: no speculative round was recorded; was a draft configured?")
-        for table in tables(summary):
+        for table in tables_of(summary):
             console.print(table)
         if summary.dropped:
             console.print(
                 f"[bold red]{summary.dropped:,} of {summary.rejections:,} records were dropped[/] "
                 "(the figures above include them): write and clear the collector more often."
             )
-        from specjax.telemetry.figure import draw  # matplotlib, once there is something to draw
-
-        draw(summary, out, run.stem)
-        print(f"figure: {out}")
     except (OSError, ValueError) as error:
         sys.exit(f"specjax.telemetry: {error}")
 

@@ -84,11 +84,6 @@ class Rejection:
     emitted: bool
 
     @property
-    def offset(self) -> int:
-        """Number of generated tokens before the rejected one."""
-        return self.position - self.prompt_len
-
-    @property
     def cause(self) -> str:
         """One of `CAUSES`."""
         return tuple(CAUSES)[int(_cause_numbers(self))]
@@ -123,7 +118,7 @@ _FIELDS = tuple(
 
 
 @dataclasses.dataclass
-class Tally:
+class Summary:
     """Sums over every round and rejection, whether or not its record was kept.
 
     Attributes:
@@ -179,8 +174,31 @@ class Tally:
         bins = np.searchsorted(ENTROPY_EDGES, entropy, side="right") - 1
         self.entropies.update(dict(_counted(bins)))
 
-    def merge(self, other: Tally) -> None:
-        """Adds the counts of another tally."""
+    def share(self, cause: str) -> float:
+        """The share of the rejections that have a cause; NaN without any."""
+        return _share(self.causes[cause], self.rejections)
+
+    @property
+    def acceptance_per_depth(self) -> list[float]:
+        """`accepts` / `attempts`, per depth from 1."""
+        return [
+            _share(self.accepts[depth], self.attempts[depth]) for depth in sorted(self.attempts)
+        ]
+
+    @property
+    def mean_position(self) -> float:
+        """Mean absolute position of the rejected tokens."""
+        return _share(self.position_sum, self.rejections)
+
+    @property
+    def mean_offset(self) -> float:
+        """Their mean offset from the prompt's end."""
+        return _share(
+            sum(offset * number for offset, number in self.offsets.items()), self.rejections
+        )
+
+    def merge(self, other: Summary) -> None:
+        """Adds the sums of other rejections."""
         for field in dataclasses.fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             setattr(self, field.name, mine + theirs)
@@ -190,8 +208,8 @@ class Tally:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Tally:
-        """Makes a tally from the result of `to_json`, with integer keys that JSON made strings.
+    def from_json(cls, record: Mapping[str, Any]) -> Summary:
+        """Makes sums from the result of `to_json`, with integer keys that JSON made strings.
 
         Raises:
           KeyError: a field is missing.
@@ -201,38 +219,6 @@ class Tally:
             values[name] = Counter({int(key): count for key, count in values[name].items()})
         values["causes"] = Counter(values["causes"])
         return cls(**values)
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """The figures of a run. Shares and means without any data are NaN.
-
-    Attributes:
-      rounds: number of rounds of samples that speculate.
-      rejections: number of rounds that ended in a rejection.
-      attempts, accepts: counts per depth from 1, see `Tally`.
-      acceptance_per_depth: `accepts` / `attempts`.
-      mean_position: mean absolute position of the rejected tokens.
-      mean_offset: their mean offset from the prompt's end.
-      causes: share of the rejections per cause (`CAUSES`); the sum is 1.
-      entropy_histogram: (low, high, rejections) per bin of the target's entropy in nats.
-      offset_histogram: (offset from the prompt, rejections), ascending.
-      records: number of records that were kept.
-      dropped: number of records beyond the limit; all figures above include them.
-    """
-
-    rounds: int
-    rejections: int
-    attempts: tuple[int, ...]
-    accepts: tuple[int, ...]
-    acceptance_per_depth: tuple[float, ...]
-    mean_position: float
-    mean_offset: float
-    causes: dict[str, float]
-    entropy_histogram: tuple[tuple[float, float, int], ...]
-    offset_histogram: tuple[tuple[int, int], ...]
-    records: int
-    dropped: int
 
 
 class Collector:
@@ -247,8 +233,6 @@ class Collector:
     """
 
     def __init__(self, max_records: int = MAX_RECORDS):
-        if max_records < 0:
-            raise ValueError(f"max_records must be at least 0, got {max_records}")
         self.max_records = max_records
         self.clear()
 
@@ -261,7 +245,7 @@ class Collector:
         """
         whole = cls(sum(part.max_records for part in parts))
         for part in parts:
-            whole._tally.merge(part._tally)
+            whole._sums.merge(part._sums)
         records = [record for part in parts for record in part.records]
         whole.records = sorted(
             records, key=lambda r: (str(r.request).zfill(20), r.sample, r.position)
@@ -271,7 +255,7 @@ class Collector:
     def clear(self) -> None:
         """Removes all records and sums, for instance after `write_jsonl`."""
         self.records: list[Rejection] = []
-        self._tally = Tally()
+        self._sums = Summary()
 
     def add(self, rejections: Any, slots: Sequence[SlotInfo | None]) -> None:
         """Adds the rejections of one chunk.
@@ -279,18 +263,10 @@ class Collector:
         Args:
           rejections: `specjax.decode.report.Rejections` as numpy arrays [R B].
           slots: the samples that ran in the B slots during the chunk; None for an empty slot.
-
-        Raises:
-          ValueError: the number of slots is not B.
         """
-        if len(slots) != rejections.accepted.shape[1]:
-            raise ValueError(
-                f"got {len(slots)} slots for rejections of {rejections.accepted.shape[1]}; give "
-                "one SlotInfo or None per slot of the batch"
-            )
         ran = (rejections.accepted >= 0) & np.array([slot is not None for slot in slots])
         prompt_lens = np.array([slot.prompt_len if slot else 0 for slot in slots])
-        self._tally.add(rejections, ran, prompt_lens)
+        self._sums.add(rejections, ran, prompt_lens)
         rounds, columns = np.nonzero(ran & rejections.valid)
         kept = max(0, min(len(rounds), self.max_records - len(self.records)))
         where = rounds[:kept], columns[:kept]
@@ -302,45 +278,23 @@ class Collector:
             )
         if kept == len(rounds):
             return
-        if self.max_records and not self._tally.dropped:
+        if self.max_records and not self._sums.dropped:
             warnings.warn(
                 f"telemetry keeps {self.max_records} rejections and drops the records of further "
                 "ones (sums still count them); write_jsonl and clear it now and then, or raise "
                 "max_records",
                 stacklevel=2,
             )
-        self._tally.dropped += len(rounds) - kept
+        self._sums.dropped += len(rounds) - kept
 
     @property
     def causes(self) -> dict[str, int]:
         """Returns the number of rejections so far by cause, see `CAUSES`."""
-        return {name: self._tally.causes[name] for name in CAUSES}
+        return {name: self._sums.causes[name] for name in CAUSES}
 
     def summary(self) -> Summary:
-        """Returns the figures so far, dropped records included."""
-        tally, count = self._tally, self._tally.rejections
-        depths = range(1, max(tally.attempts, default=0) + 1)
-        attempts = tuple(tally.attempts[d] for d in depths)
-        accepts = tuple(tally.accepts[d] for d in depths)
-        offset_sum = sum(offset * number for offset, number in tally.offsets.items())
-        edges = (*ENTROPY_EDGES, float("inf"))
-        return Summary(
-            rounds=tally.rounds,
-            rejections=count,
-            attempts=attempts,
-            accepts=accepts,
-            acceptance_per_depth=tuple(map(_share, accepts, attempts)),
-            mean_position=_share(tally.position_sum, count),
-            mean_offset=_share(offset_sum, count),
-            causes={name: _share(tally.causes[name], count) for name in CAUSES},
-            entropy_histogram=tuple(
-                (low, high, tally.entropies[i])
-                for i, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True))
-            ),
-            offset_histogram=tuple(sorted(tally.offsets.items())),
-            records=len(self.records),
-            dropped=tally.dropped,
-        )
+        """Returns the sums so far, dropped records included."""
+        return self._sums
 
     def write_jsonl(self, path: str | Path, append: bool = False) -> Path:
         """Writes the sums and the records.
@@ -354,7 +308,7 @@ class Collector:
         if append:
             _cut_unfinished_line(path)
         with path.open("a" if append else "w", encoding="utf-8") as file:
-            _write_line(file, "tally", self._tally.to_json())
+            _write_line(file, "tally", self._sums.to_json())
             for rejection in self.records:
                 _write_line(file, "rejection", rejection.to_json())
         return path
@@ -367,26 +321,18 @@ def read_jsonl(path: str | Path) -> Collector:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is empty, not a telemetry file, or damaged before its last line.
+      ValueError: it is no telemetry file, or damaged before its last line.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected a file of Collector.write_jsonl")
-    lines = path.read_bytes().splitlines()
-    if not any(line.strip() for line in lines):
-        raise ValueError(f"{path}: empty; expected JSON lines as Collector.write_jsonl writes them")
-    rejections, tally, tallies = [], Tally(), 0
+    lines = Path(path).read_bytes().splitlines()
+    rejections, sums, tallies = [], Summary(), 0
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            kind = record["kind"]
-            if kind == "tally":
-                tally.merge(Tally.from_json(record))
+            if record["kind"] == "tally":
+                sums.merge(Summary.from_json(record))
                 tallies += 1
-            elif kind == "rejection":
-                rejections.append(Rejection.from_json(record))
             else:
-                raise ValueError(f"kind {kind!r}")
+                rejections.append(Rejection.from_json(record))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(lines) or number == 1:
                 raise ValueError(
@@ -395,9 +341,9 @@ def read_jsonl(path: str | Path) -> Collector:
                 ) from error
             warnings.warn(f"{path}: skipped its damaged last line, {number}", stacklevel=2)
     if not tallies:
-        raise ValueError(f"{path}: no tally among its {len(lines)} lines; its beginning is missing")
+        raise ValueError(f"{path}: no tally among its {len(lines)} lines; is it a telemetry file?")
     collector = Collector(max(MAX_RECORDS, len(rejections)))
-    collector.records, collector._tally = rejections, tally
+    collector.records, collector._sums = rejections, sums
     return collector
 
 

@@ -193,8 +193,8 @@ def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
     ids = [int(t) for t in prompt]
     wrong = [t for t in ids if not 0 <= t < vocab]
     if not ids or wrong:
-        found = f"token id {wrong[0]}" if wrong else "none"
-        raise InputError(f"expected a prompt of token ids below {vocab}, got {found}")
+        got = f"token id {wrong[0]}" if wrong else "none"
+        raise InputError(f"expected a prompt of token ids below {vocab}, got {got}")
     if len(ids) + LENGTH > llm.max_len:
         raise InputError(
             f"the prompt has {len(ids)} tokens; with {LENGTH} more it must fit into {llm.max_len}"

@@ -95,7 +95,7 @@ def _check(cfg: VerifyConfig, prog: str) -> Verdict:
         control = cfg.control_config()
         model = cfg.model, cfg.spec(), cfg.dtype, cfg.revision, SPELL, control, cfg.attention
         llm = load(*model)
-        for note in (*llm.notes, f"{prog}: {llm.drafting.described(SPELL, always_drafts=True)}"):
+        for note in (*llm.notes, f"{prog}: {llm.drafting.described()}"):
             print(note, file=sys.stderr)
         verdict = check(
             llm,

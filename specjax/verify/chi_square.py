@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from scipy import stats  # jax itself depends on scipy
 from tqdm import tqdm
 
 from specjax.config import SamplingParams
-from specjax.engine.compare import transformed
+from specjax.engine.compare import full_forward, padded_contexts, transformed
 from specjax.engine.llm import LLM
-from specjax.engine.request import features_of, make_jobs, option_rows, require_valid
+from specjax.engine.request import Totals, features_of, make_jobs, option_rows, require_valid
 from specjax.engine.runner import Runner
-from specjax.models.transformer import graphdef
-from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
-from specjax.weights.matrix import precision_of
+from specjax.verify.verdict import FAILED, PASSED, Check, InputError
 
 ALPHA = 1e-6  # the p-value below which a check fails
 WIDTH, LENGTH = 4, 3  # number of allowed tokens, and of positions
@@ -50,9 +45,7 @@ def chi_square_checks(
     for name, options in option_sets(tokens).items():
         params, probabilities = _with_enough_cells(joint, options, samples)
         with tqdm(total=samples, desc=name, unit="sample", disable=not progress) as bar:
-            counts, outside, drafts = count_outcomes(llm, joint, params, samples, seed, bar.update)
-        fit = goodness_of_fit(counts, probabilities)
-        checks.append(_judged(name, params, fit, outside, drafts))
+            checks.append(_check(name, llm, joint, params, probabilities, samples, seed, bar))
     return checks
 
 
@@ -97,25 +90,23 @@ def _with_enough_cells(
     )
 
 
-def count_outcomes(
+def _check(
+    name: str,
     llm: LLM,
     joint: ExactJoint,
     params: SamplingParams,
+    probabilities: np.ndarray,
     samples: int,
     seed: int,
-    on_samples: Callable[[int], object] = lambda count: None,
-) -> tuple[np.ndarray, int, Drafts]:
-    """Generates samples and counts their outcomes.
+    bar: tqdm,
+) -> Check:
+    """Generates samples, and compares the counts of their outcomes with their probabilities.
 
     The samples of a batch start together and have seeds of their own, so that no sample depends on
     the length of another.
-
-    Returns:
-      the count of each outcome, the number of samples outside all outcomes, and the drafts.
     """
-    counts, outside, done = np.zeros(joint.outcomes, np.int64), 0, 0
-    drafts = Drafts(0, 0)
-    while done < samples:
+    counts, outside, totals = np.zeros(joint.outcomes, np.int64), 0, Totals(llm.engine.runner.steps)
+    for done in range(0, samples, llm.max_batch):
         n = min(llm.max_batch, samples - done)
         sampling = dataclasses.replace(params, n=n, seed=seed + done)
         output = llm.generate([joint.prompt], sampling)[0]
@@ -123,17 +114,14 @@ def count_outcomes(
         cells = joint.index(np.array([s.token_ids for s in output.samples]))
         counts += np.bincount(cells[cells >= 0], minlength=joint.outcomes)
         outside += int((cells < 0).sum())
-        drafts = Drafts(drafts.accepted + llm.totals.accepted, drafts.rounds + llm.totals.rounds)
-        done += n
-        on_samples(n)
-    return counts, outside, drafts
-
-
-def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, drafts: Drafts) -> Check:
+        totals.merge(llm.totals)
+        bar.update(n)
+    fit = goodness_of_fit(counts, probabilities)
     passed = fit.p_value > ALPHA and not outside
     figures = {
         "outside": outside,
-        **drafts.figures(),
+        "accepted": totals.accepted,
+        "accept_length": totals.accept_length,
         "alpha": ALPHA,
         "temperature": params.temperature,
         "visible_bias": visible_bias(fit),
@@ -142,13 +130,11 @@ def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, drafts: D
     details = []
     if outside:
         details.append(f"{outside} samples hold a token that allowed_token_ids excludes")
-    elif fit.p_value == 0 and not np.isfinite(fit.statistic):
-        details.append("an outcome of probability 0 was generated")
     elif not passed:
         details.append(f"such counts have a probability below {ALPHA:g} if the rule is exact")
     summary = (
         f"{fit.samples} samples of {LENGTH} tokens at temperature {params.temperature:g}, accept "
-        f"length {drafts.accept_length:.2f}: chi-square {fit.statistic:.1f} over {fit.cells} "
+        f"length {totals.accept_length:.2f}: chi-square {fit.statistic:.1f} over {fit.cells} "
         f"cells, p = {fit.p_value:.2g}"
     )
     return Check(name, PASSED if passed else FAILED, summary, tuple(details), figures)
@@ -212,7 +198,7 @@ class ExactJoint:
         job = make_jobs(self.prompt, dataclasses.replace(params, n=1, ignore_eos=True), ())[0]
         features = features_of(job, self._vocab)
         options = option_rows([job] * count, self._vocab, stop_width=1)
-        tokens, lengths = _padded(self._contexts)
+        tokens, lengths = padded_contexts(self._contexts)
         scores = transformed(features, options, tokens, lengths, self._logits)
         scores = np.asarray(scores, np.float64)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -227,31 +213,6 @@ class ExactJoint:
             tuple(np.maximum(places, 0).T), (len(self.tokens),) * self.length
         )
         return np.where((places >= 0).all(1), cells, -1)
-
-
-def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the raw float32 logits [contexts V] of the token after each context."""
-    tokens, lengths = _padded(contexts)
-    static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
-
-    @jax.jit
-    @precision_of(runner.cfg)
-    def run(params, tokens, lengths):
-        model = nnx.merge(static, params)
-        x = model.prefill(tokens, lengths).x
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return model.logits(last)[:, 0]
-
-    return np.asarray(run(runner.weights.policy, tokens, lengths), np.float32)
-
-
-def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns contexts as padded tokens [contexts M], and their lengths [contexts]."""
-    lengths = np.array([len(c) for c in contexts], np.int32)
-    tokens = np.zeros((len(contexts), lengths.max()), np.int32)
-    for row, context in enumerate(contexts):
-        tokens[row, : len(context)] = context
-    return tokens, lengths
 
 
 def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
@@ -289,21 +250,8 @@ def goodness_of_fit(
       counts: number of times that each outcome occurred [C].
       probabilities: probability of each outcome [C]; their sum is 1.
       smallest: expected count below which a cell is pooled.
-
-    Raises:
-      ValueError: the shapes differ, the probabilities do not sum to 1, or one of them is negative.
     """
     counts, probabilities = np.asarray(counts, np.int64), np.asarray(probabilities, np.float64)
-    if counts.shape != probabilities.shape or counts.ndim != 1:
-        raise ValueError(
-            f"expected counts and probabilities of one shape [C], got {counts.shape} and "
-            f"{probabilities.shape}"
-        )
-    if abs(probabilities.sum() - 1) > 1e-6 or (probabilities < 0).any():
-        raise ValueError(
-            f"expected probabilities >= 0 that sum to 1, got a sum of {probabilities.sum()} and a "
-            f"smallest of {probabilities.min()}"
-        )
     samples = int(counts.sum())
     if counts[probabilities == 0].any():
         return Fit(float("inf"), int((probabilities > 0).sum()), 0.0, samples)

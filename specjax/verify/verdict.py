@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 PASSED, FAILED = "passed", "FAILED"
 ENOUGH_ACCEPTED = 100  # accepted drafts below which the acceptance rule was not really tested
@@ -14,20 +13,6 @@ ENOUGH_ACCEPTED = 100  # accepted drafts below which the acceptance rule was not
 
 class InputError(ValueError):
     """The input cannot be checked; the model may be right or wrong."""
-
-
-class Drafts(NamedTuple):
-    """Numbers of accepted drafts and of rounds of a check."""
-
-    accepted: int
-    rounds: int
-
-    @property
-    def accept_length(self) -> float:
-        return 1 + self.accepted / max(self.rounds, 1)
-
-    def figures(self) -> dict:
-        return {"accepted": self.accepted, "accept_length": self.accept_length}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -76,43 +76,20 @@ def precision_of(cfg: ModelConfig) -> Iterator[None]:
             yield
 
 
-def dot(
-    x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None, by_block: bool = False
-) -> Float[Array, "... O"]:
+def dot(x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None) -> Float[Array, "... O"]:
     """Computes `x @ matrix`; an array is cast to the dtype of `x` first.
 
     Args:
       dtype: dtype of the sums and of the result; None: that of `x`.
-      by_block: whether the first axis of `x` counts blocks of rows (`specjax.models.row_blocks`),
-        each of which is a product of its own. A `Weight` computes each row alone, or says so.
     """
     if not is_array(matrix):
         return matrix.dot(x).astype(x.dtype if dtype is None else dtype)
     matrix = matrix.astype(x.dtype)
-    if by_block:
-        return each_block(lambda block: _product(block, matrix, dtype), x)
     if _rows_of_a_device(x) == 1:
         one_row = functools.partial(_padded, dtype=dtype)
         plain = functools.partial(_product, dtype=dtype)
         return jax.lax.platform_dependent(x, matrix, tpu=one_row, default=plain)
     return _product(x, matrix, dtype)
-
-
-def each_block(
-    product: Callable[[Array], Array], x: Float[Array, "M size I"]
-) -> Float[Array, "M size O"]:
-    """Multiplies block after block, by products that the compiler does not join.
-
-    Args:
-      product: function of one block [size I].
-    """
-    first, *others = x
-    done = [product(first)]
-    for block in others:
-        # XLA joins products that share a factor, unless one needs the other.
-        block, done[-1] = jax.lax.optimization_barrier((block, done[-1]))
-        done.append(product(block))
-    return jnp.stack(done)
 
 
 def _product(x, matrix, dtype):

@@ -25,17 +25,16 @@ MACHINES = {
 
 def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -> CostTable:
     """Of one of `MACHINES`; `times`: factors of arms whose rounds cost otherwise."""
-    batches, contexts = (1, 2, 4, 8, 16, 32, 64), (1024, 2048)
+    batches, short = (1, 2, 4, 8, 16, 32, 64), 1024
     round_of, draft, per_token = MACHINES[name]
 
-    def seconds(arm: str, batch: int, context: int) -> float:
+    def seconds(arm: str, batch: int) -> float:
         steps = Strategy.parse(arm).steps
-        cost = round_of(batch, 1 + steps) + steps * draft(batch) + per_token * batch * context
+        cost = round_of(batch, 1 + steps) + steps * draft(batch) + per_token * batch * short
         return (times or {}).get(arm, 1.0) * cost / 1000
 
-    short, long = ({arm: [seconds(arm, b, c) for b in batches] for arm in arms} for c in contexts)
-    grown = (None, contexts, long) if per_token else ()
-    return CostTable(batches, short, *grown)
+    rows = {arm: [seconds(arm, b) for b in batches] for arm in arms}
+    return CostTable(batches, rows, slope=per_token / 1000, short=short)
 
 
 @dataclasses.dataclass

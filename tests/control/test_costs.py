@@ -57,9 +57,8 @@ def test_missing_costs_are_guessed_from_what_is_known():
     assert table.seconds("4_1_5", 1) == pytest.approx(7.0), "measured once is better than a guess"
 
 
-# Of one slot: a plain round doubles from 100 to 1100 tokens, a round of 4_1_5 grows by a tenth.
-GROWING = CostTable([1, 4], {"off": [1.0, 2.0], "4_1_5": [2.0, 4.0]}, contexts=(100, 1100),
-                    long={"off": [2.0, 4.0], "4_1_5": [2.2, None]})  # fmt: skip
+# Of one slot: from 100 to 1100 tokens a plain round takes twice as long, one of 4_1_5 half more.
+GROWING = CostTable([1, 4], {"off": [1.0, 2.0], "4_1_5": [2.0, 4.0]}, slope=1e-3, short=100)
 
 
 def growing() -> CostTable:
@@ -69,11 +68,11 @@ def growing() -> CostTable:
 def test_a_cost_is_linear_in_the_tokens_of_all_slots_together():
     assert GROWING.seconds("off", 1, context=100) == pytest.approx(1.0)
     assert GROWING.seconds("off", 1, context=1100) == pytest.approx(2.0)
-    assert GROWING.seconds("off", 1, context=2100) == pytest.approx(3.0)
+    assert GROWING.seconds("4_1_5", 1, context=1100) == pytest.approx(3.0)
     assert GROWING.seconds("off", 1) == pytest.approx(1.0), "the short context, if none is named"
-    assert GROWING.seconds("off", 4, context=4400) == pytest.approx(4.0)
-    assert GROWING.seconds("off", 3, context=4400) == pytest.approx(4.0), "of three long ones, too"
-    assert GROWING.seconds("off", 4, context=0) == pytest.approx(2.0 - 400 * 2.0 / 4000)
+    assert GROWING.seconds("off", 4, context=4400) == pytest.approx(6.0)
+    assert GROWING.seconds("off", 3, context=4400) == pytest.approx(6.0), "of three long ones, too"
+    assert GROWING.seconds("off", 4, context=0) == pytest.approx(1.6)
 
 
 def test_a_growing_context_is_no_change_of_the_machine():
@@ -86,18 +85,16 @@ def test_a_growing_context_is_no_change_of_the_machine():
         assert table.seconds(name, 1, context=context) == pytest.approx(expected)
 
 
-def test_a_slower_machine_is_slower_at_all_contexts():
+def test_a_slower_machine_is_followed_at_a_long_context():
     table = growing()
     for _ in range(60):
-        table.observe("4_1_5", 1, 2 * 2.2, 16, 1100)
-    for name, context in itertools.product(("off", "4_1_5"), (100, 1100)):
-        expected = 2 * GROWING.seconds(name, 1, context=context)
-        assert table.seconds(name, 1, context=context) == pytest.approx(expected, rel=0.02)
+        table.observe("4_1_5", 1, 2 * 3.0, 16, 1100)
+    assert table.seconds("4_1_5", 1, context=1100) == pytest.approx(6.0, rel=0.02)
+    assert table.seconds("off", 1) > 1.5
 
 
 def test_a_state_is_json_and_goes_on_the_same():
     table = cost_table("h200_8b")
-    assert table.contexts is not None
     before = table.state()
     controller = Goodput(ARMS, table)
     drive(controller, World(cost_table("h200_8b"), length=500.0), 2, 200)

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from scripted import observed
 
-from specjax.control import EmaConfig, EmaTiers, Observation
+from specjax.control import EmaConfig, EmaTiers
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
@@ -18,7 +19,7 @@ def feed(controller: EmaTiers, *rounds: list[int]) -> list[int]:
     steps = []
     for accepted in rounds:
         name = controller.select(max(1, len(accepted)))
-        controller.observe(Observation.of_rounds(max(1, len(accepted)), name, [accepted], 1.0))
+        controller.observe(observed(max(1, len(accepted)), name, [accepted], 1.0))
         steps.append(controller.steps)
     return steps
 
@@ -79,7 +80,7 @@ def test_tier_zero_freezes_the_average_and_tries_the_smallest_tier_again():
 
 def test_a_chunk_changes_the_tier_once_at_most():
     controller = tiers(1, **EAGER)
-    controller.observe(Observation.of_rounds(2, "1_1_2", [[1, 1]] * 8, 1.0))
+    controller.observe(observed(2, "1_1_2", [[1, 1]] * 8, 1.0))
     assert controller.steps == 3  # one round at a time, [1, 1] then [3, 3] would reach 7
     assert controller.count == 8
 
@@ -88,7 +89,7 @@ def test_a_chunk_of_another_tier_is_not_counted():
     """Averaging in what was under way when the tier changed made a peer flap."""
     controller = tiers(7, **EAGER)
     assert feed(controller, [2, 2]) == [3]
-    controller.observe(Observation.of_rounds(2, "7_1_8", [[0, 0]], 1.0))
+    controller.observe(observed(2, "7_1_8", [[0, 0]], 1.0))
     assert (controller.steps, controller.count) == (3, 1)
 
 

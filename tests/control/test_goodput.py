@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, Run, World, cost_table, drive
+from scripted import observed
 
 from specjax.control import (
     ControlConfig,
@@ -138,14 +139,21 @@ def share(runs: list[Run], strategy: str) -> float:
 
 # Drafts of which half are accepted lose at short contexts, where rows count, and win at long ones,
 # where a round takes what its caches take.
-BY_CONTEXT = CostTable([1, 8], {"off": [1e-3] * 2, "4_1_5": [2.6e-3] * 2}, contexts=(256, 4096),
-                       long={"off": [4e-3] * 2, "4_1_5": [4.8e-3] * 2})  # fmt: skip
+BY_CONTEXT = {
+    batch: CostTable(
+        [batch],
+        {"off": [1e-3], "4_1_5": [2.6e-3]},
+        slope=3e-3 / (batch * (4096 - 256)),
+        short=256,
+    )
+    for batch in (1, 6)
+}
 
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(batch):
     """A rollout after the other, each of which begins with short samples."""
-    costs, rates = CostTable.from_state(BY_CONTEXT.state()), (0.5,) * 7
+    costs, rates = CostTable.from_state(BY_CONTEXT[batch].state()), (0.5,) * 7
     world = World(costs, rates, seed=batch, length=256.0)
     controller = Goodput(("off", "4_1_5"), costs)
     for rollout in range(3):
@@ -159,7 +167,7 @@ def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(b
         assert least > 0.95 * sum(sum(run.seconds) for _, run in runs)
     now = controller.costs
     for name, length in itertools.product(("off", "4_1_5"), (256, 4096)):
-        expected = BY_CONTEXT.seconds(name, batch, context=batch * length)
+        expected = BY_CONTEXT[batch].seconds(name, batch, context=batch * length)
         assert now.seconds(name, batch, context=batch * length) == pytest.approx(expected, rel=0.1)
 
 
@@ -248,14 +256,14 @@ def test_gains_are_told_only_where_costs_and_acceptance_were_measured():
     controller = Goodput(["off", "4_1_5"], CostTable((1, 8), {"off": (1.0, 1.0)}))
     assert controller.gains(8) == {"off": 1.0}, "what 4_1_5 costs is a guess"
     all_accepted = [[4] * 8] * 8
-    controller.observe(Observation.of_rounds(8, "4_1_5", all_accepted, seconds=8 * 2.0))
+    controller.observe(observed(8, "4_1_5", all_accepted, seconds=8 * 2.0))
     assert 2.2 < controller.gains(8)["4_1_5"] <= 2.5, "5 tokens in twice the time"
     controller.weights_changed()
     assert controller.gains(8) == {"off": 1.0}, "of the new weights nothing was seen"
     gated = make_controller(ControlConfig(strategies=("off", "4_1_5"), bs_threshold=4))
     assert gated.gains(1) == {}, "what plain decoding costs is a guess"
     gated.calibrated(CostTable((1, 8), {"off": (1.0, 1.0), "4_1_5": (2.0, 2.0)}))
-    gated.observe(Observation.of_rounds(1, "4_1_5", [[4]] * 64, seconds=64 * 2.0))
+    gated.observe(observed(1, "4_1_5", [[4]] * 64, seconds=64 * 2.0))
     assert gated.gains(1)["4_1_5"] == pytest.approx(2.4, abs=0.1)
     assert make_controller("bandit").gains(1) == {}
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from tiny import tiny_config
 
+from bench.programs import alone
 from specjax.config import SpecConfig
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
@@ -36,7 +37,7 @@ def traced_layers(layers: int, monkeypatch) -> int:
     runner.executables.build = build
     table = np.zeros((2, runner.table_width), np.int32)
     rows = RowMap(np.arange(2, dtype=np.int32), np.ones(2, bool), table)
-    runner.chunk("2_1_3", Features(), runner.alone(rows), Until.of(2))
+    runner.chunk("2_1_3", Features(), alone(runner, rows), Until.of(2))
     return len(counted)
 
 

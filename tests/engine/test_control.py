@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from engines import LONG, ONE, engine_of, jobs_of, tokens_of
+from scripted import observed
 from shared import CFG, compilations_of, weights
 from tiny import prompts_of
 
@@ -16,7 +17,6 @@ from specjax.control import (
     BanditConfig,
     ControlConfig,
     GoodputConfig,
-    Observation,
     make_controller,
     slower_than_plain,
 )
@@ -39,7 +39,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     how = EngineConfig(prefill_chunk=16, stretch=1)
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 1, 64, control=control, engine=how)
     trained = make_controller(control)
-    trained.observe(Observation.of_rounds(1, "1_1_2", [[2]] * 20, 1.0))
+    trained.observe(observed(1, "1_1_2", [[2]] * 20, 1.0))
     llm.engine.controller.load_state(trained.state())
     told = []
     took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
@@ -52,10 +52,9 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert took.cache_bytes == runner.pages * runner.page_bytes > 0
     caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft.pages))
     assert took.cache_bytes == sum(x.nbytes for x in caches)
-    assert took.temporary_bytes == runner.executables.memory()["temporaries"] > 0
     line = str(took)
-    assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (")
-    assert f"caches {took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
+    assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (caches ")
+    assert f"{took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
     costs = llm.engine.controller.costs
     assert all(costs.known(arm, 1) for arm in TWO)
     prompts = prompts_of(5, VOCAB, seed=8)
@@ -100,7 +99,7 @@ def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
 @pytest.mark.parametrize("slower", [False, True])
 def test_drafting_that_loses_is_told_by_measured_costs(slower):
     costs = CostTable((1,), {"off": [1.0], "4_1_5": [1.6]})
-    seen = Observation.of_rounds(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
+    seen = observed(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
     controller = make_controller(ControlConfig(strategies=("off", "4_1_5")), costs=costs)
     controller.observe(seen)
     unmeasured = make_controller(ControlConfig(strategies=("off", "4_1_5")))
@@ -169,8 +168,7 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     monkeypatch.setattr(InFlight, "wait_for", wait_for)
     settings = {"bandit": BanditConfig(epsilon=0.1), "goodput": GoodputConfig(probe_fraction=0.03)}
     wanted = {name: value for name, value in settings.items() if name == controller}
-    calibrated = itertools.product(ARMS, (1, 2))  # goodput's: all alike, which is wrong
-    costs = CostTable.from_samples({key: [0.005] for key in calibrated})
+    costs = CostTable((1, 2), {arm: [0.005] * 2 for arm in ARMS})  # all alike, which is wrong
     control = ControlConfig(controller, ARMS, **wanted)
     engine.controller = make_controller(control, ARMS, costs=costs)
     engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(32)])
@@ -229,9 +227,9 @@ def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():
 
 
 def test_the_accept_rate_of_a_depth_is_that_of_the_trees_that_reach_it():
-    totals = Totals(3, np.zeros(5, np.int64))
+    totals = Totals(3)
     # two plain rounds, four with chains of one, four with chains of three
-    totals.count_rounds(SpecStats(10, 16, 9, (0, 4, 4, 1, 1), depths=(2, 4, 0, 4)))
+    totals.count_rounds(SpecStats((0, 4, 4, 1, 1), depths=(2, 4, 0, 4), drafted=16))
     assert totals.accepted == 9 and totals.accept_rate == 9 / 16
     assert totals.per_depth() == [6 / 8, 2 / 4, 1 / 4]
     assert totals.drafted_accept_length == 1 + 9 / 8

@@ -30,10 +30,10 @@ def chunks(monkeypatch):
         seen, runner = [], engine.runner
         chunk, prefill, read = runner.chunk, runner.prefill, engine._postprocess
 
-        def enqueue(strategy, features, row_map, until, run):
+        def enqueue(strategy, features, row_map, until):
             rows = row_map.active[: len(row_map.slots) - runner.extra_slots]
             seen.append(("chunk", (strategy, len(rows), int(rows.sum()))))
-            return chunk(strategy, features, row_map, until, run)
+            return chunk(strategy, features, row_map, until)
 
         def reads(piece):
             seen.append(("prefill", piece.tokens.shape))

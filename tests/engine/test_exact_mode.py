@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import round as decode_round
-from specjax.engine.compare import first_difference, is_kept
+from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 
 OPTIONS = [
@@ -175,37 +175,3 @@ def test_gaps_are_those_of_the_scores_after_penalties_and_bias(llm):
     assert biased.spec_gap == pytest.approx(plain.spec_gap - 1.5, abs=1e-4)
     expected = 2 * (scores[winner] - scores[runner_up]) + noise
     assert cool.spec_gap == pytest.approx(expected, abs=1e-4)
-
-
-# --- the support of the filters -------------------------------------------------------------------
-
-
-def random_filters(rng) -> SamplingParams:
-    return SamplingParams(
-        seed=0,
-        temperature=1.0,
-        top_k=int(rng.choice([0, 3, 8])),
-        top_p=float(rng.choice([1.0, 0.5, 0.9])),
-        min_p=float(rng.choice([0.0, 0.05, 0.3])),
-    )
-
-
-def kept_by_reference(scores, params):
-    return np.isfinite(oracle.reference.transform(scores, params, [], [], []))
-
-
-def test_whatever_scores_within_the_slack_the_filters_keep_what_is_certain_and_what_is_possible():
-    rng, edges = np.random.default_rng(1), 0
-    for _ in range(200):
-        params, scores, slack = random_filters(rng), 2 * rng.normal(size=20), 0.1
-        scores[3] = scores[4]  # a tie at some rank
-        possible, certain = (
-            np.array([is_kept(scores, params, token, by) for token in range(20)])
-            for by in (slack, -slack)
-        )
-        assert possible[certain].all()
-        edges += int((possible & ~certain).sum())
-        for _ in range(20):
-            kept = kept_by_reference(scores + slack * rng.uniform(-1, 1, 20), params)
-            assert possible[kept].all() and kept[certain].all()
-    assert 0 < edges < 200 * 6, "either nothing is at an edge, or all is: both prove nothing"

@@ -73,8 +73,8 @@ def asked(monkeypatch):
     def watch(engine):
         runner, seen, chunk = engine.runner, [], engine.runner.chunk
 
-        def observed(strategy, features, row_map, until, run):
-            result, rows = chunk(strategy, features, row_map, until, run), len(row_map.slots)
+        def observed(strategy, features, row_map, until):
+            result, rows = chunk(strategy, features, row_map, until), len(row_map.slots)
             rows -= runner.extra_slots
             seen.append((features, runner.executables.covering(strategy, rows, features)))
             return result

@@ -13,7 +13,7 @@ from bench.programs import change_dense
 from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
-from specjax.engine import programs, runner, start_up
+from specjax.engine import runner
 from specjax.engine.programs import Program
 from specjax.engine.settings import EngineConfig
 from specjax.verify.identity import random_requests
@@ -189,62 +189,3 @@ def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invarian
     together = told_by(llm, range(8))
     assert together == told_by(llm, range(8)[::-1])
     assert together == {i: told_by(llm, [i])[i] for i in range(8)}
-
-
-# --- plain decoding by a program of its own --------------------------------------------------
-
-
-def blocks_on_cpu(monkeypatch) -> None:
-    """Gives CPUs what GPUs have; there a block of rows takes as long as it has rows."""
-    monkeypatch.setattr(programs, "NVIDIA", ("cpu",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "arms", "layers"),
-    [
-        ("bfloat16", ("off", "2x2"), 1),
-        pytest.param("bfloat16", ("off", "3_1_4", "7_1_8"), 2, marks=pytest.mark.slow),
-    ],
-)
-def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
-    dtype, arms, layers, monkeypatch
-):
-    blocks_on_cpu(monkeypatch)
-    llm = make_llm(dtype, arms[-1], layers, arms, invariant=True)
-    found, accepted = [], []
-    for names in ([arms[0]], [arms[-1]], arms):
-        llm.engine.controller = Flips(arms, names)
-        found.append(told_by(llm, range(8)))
-        accepted.append(llm.totals.accepted)
-    assert accepted[0] == 0 < accepted[2] < accepted[1]
-    assert found[0] == found[1] == found[2]
-    own = ("chunk", "off", 4)
-    chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
-    assert len(chunks) == 2 and own in [key[:3] for key in chunks]
-
-
-@pytest.mark.slow
-def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
-    """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
-    blocks_on_cpu(monkeypatch)
-    results, run_chunks = [], start_up.run_chunks
-
-    def spoilt(runner, *args):
-        results.append(run_chunks(runner, *args))
-        first, *later = results[-1]
-        if len(results) == 3:  # the last bit of a number
-            logprobs = first.report.logprobs.copy()
-            row = int(np.argmax(first.report.counts.sum(0)))
-            logprobs[row, 0] = np.nextafter(logprobs[row, 0], 0)
-            first = first._replace(report=first.report._replace(logprobs=logprobs))
-        return [first, *later]
-
-    monkeypatch.setattr(start_up, "run_chunks", spoilt)
-    with caplog.at_level("INFO"):
-        llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
-        llm.engine.warm_up([Features.all()])
-    assert len(results) == 3 and not llm.engine.runner.exact_plain
-    reason = "log-probabilities have other bits than the tree's (plain)"
-    assert f"runs the program of the tree, for {reason}" in caplog.text
-    assert {key[1] for key in llm.engine.runner.executables.by_key if key[0] == "chunk"} == {"2x2"}

@@ -121,7 +121,7 @@ def test_what_is_no_prompt_is_refused_on_one_line(spec_llm, prompts, said):
     [
         ({"temperature": 0}, "expected SamplingParams"),
         ("greedy", "expected SamplingParams"),
-        ([SamplingParams()] * 2, "got 2 SamplingParams for 1 prompts"),
+        ([SamplingParams()] * 2, "one for each of 1 prompts"),
     ],
 )
 def test_what_are_no_sampling_params_is_refused(spec_llm, params, said):

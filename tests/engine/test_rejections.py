@@ -61,6 +61,11 @@ def rounds_with_drafts(samples) -> int:
     return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
 
 
+def offset(record) -> int:
+    """The number of generated tokens before the rejected one."""
+    return record.position - record.prompt_len
+
+
 @pytest.mark.parametrize("run", slow_but([CHAIN, BLOCK, DYNAMIC], CHAIN))
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
@@ -69,13 +74,13 @@ def test_records_agree_with_the_tokens_that_came_out(run):
         assert record.request != UNDRAFTED
         sample = samples[record.request, record.sample]
         assert record.prompt_len == len(PROMPTS[record.request])
-        assert record.emitted == (record.offset < len(sample.token_ids))
+        assert record.emitted == (offset(record) < len(sample.token_ids))
         assert record.draft_token != record.target_token
         assert -math.inf < record.draft_logprob <= 1e-6
         assert 1 <= record.depth <= llm.engine.runner.steps
         if record.emitted:
-            assert sample.token_ids[record.offset] == record.target_token
-            logprob = sample.transformed_logprobs[record.offset]
+            assert sample.token_ids[offset(record)] == record.target_token
+            logprob = sample.transformed_logprobs[offset(record)]
             assert record.target_logprob == pytest.approx(logprob, abs=1e-4)
 
 
@@ -83,7 +88,7 @@ def test_records_hold_the_numbers_of_a_full_forward_pass():
     (cfg, params, _), (llm, samples) = model(), ran(*CHAIN)
     for record in [r for r in llm.telemetry.records if r.emitted]:
         prompt, sampling = PROMPTS[record.request], PARAMS[record.request]
-        output = samples[record.request, record.sample].token_ids[: record.offset]
+        output = samples[record.request, record.sample].token_ids[: offset(record)]
         logits = oracle.logits_at(cfg, params, [*prompt, *output])
         scores = oracle.reference.transform(logits, sampling, prompt, output, [])
         logp, scaled = (
@@ -113,8 +118,8 @@ def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     assert samples[UNDRAFTED, 0].stats.rounds > 0
     assert summary.rounds == rounds_with_drafts(samples)
     # Every path of these trees is `steps` long: a walk ends in a rejection or at that depth.
-    assert summary.attempts[0] == summary.rounds and len(summary.attempts) == steps
-    assert summary.rejections + summary.accepts[-1] == summary.rounds
+    assert summary.attempts[1] == summary.rounds and len(summary.attempts) == steps
+    assert summary.rejections + summary.accepts[steps] == summary.rounds
 
 
 def test_requests_are_labelled_with_their_own_transforms_and_causes():
@@ -134,8 +139,9 @@ def test_requests_are_labelled_with_their_own_transforms_and_causes():
         2: {"temperature", "allowed"},
         3: {"temperature"},
     }
-    shares = llm.telemetry.summary().causes
-    assert all(share > 0 for share in shares.values()) and sum(shares.values()) == pytest.approx(1)
+    summary = llm.telemetry.summary()
+    assert all(n > 0 for n in summary.causes.values())
+    assert sum(summary.causes.values()) == summary.rejections
 
 
 @pytest.mark.slow
@@ -159,7 +165,7 @@ def test_the_environment_variable_switches_it_on_and_the_config_has_the_last_wor
 
 
 @pytest.mark.slow
-def test_a_run_is_written_printed_and_drawn(tmp_path):
+def test_a_run_is_written_and_printed(tmp_path):
     llm, _ = ran(*CHAIN)
     path = llm.telemetry.write_jsonl(tmp_path / "run.jsonl")
     done = subprocess.run(
@@ -171,4 +177,3 @@ def test_a_run_is_written_printed_and_drawn(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert f"{llm.telemetry.summary().rejections:,}" in done.stdout
-    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"

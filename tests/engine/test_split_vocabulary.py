@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
-from bench.programs import change_dense
+from bench.programs import alone, change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
@@ -57,7 +57,7 @@ def chunk_text(llm: LLM, features: Features) -> str:
     [strategy] = runner.plans
     table = np.zeros((BATCH, runner.table_width), np.int32)
     rows = RowMap(np.arange(BATCH, dtype=np.int32), np.zeros(BATCH, bool), table)
-    runner.chunk(strategy, features, runner.alone(rows), Until.of(0))
+    runner.chunk(strategy, features, alone(runner, rows), Until.of(0))
     return runner.executables.by_key["chunk", strategy, BATCH, features].as_text()
 
 

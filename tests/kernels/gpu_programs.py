@@ -29,15 +29,14 @@ from bench.compiled import (
     lowered_update,
     update_figures,
 )
-from bench.programs import CARDS, Ahead, change_dense, lowered_chunk, mesh_over, runner_of
+from bench.programs import CARDS, Ahead, alone, change_dense, lowered_chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
-from specjax.control import OFF
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.programs import ONE_GRAPH, Program
+from specjax.engine.programs import ONE_GRAPH
 from specjax.engine.runner import Runner, piece_of
 from specjax.engine.settings import EngineConfig
 from specjax.models.transformer import init_params
@@ -47,7 +46,6 @@ from specjax.weights.matrix import precision_of
 CARD, SLOTS, ROOM = "h100", 64, 2048
 CHAIN = "2_1_3"
 FLOAT32 = MODEL.running(param_dtype="float32", compute_dtype="float32")
-ONE_LAYER = MODEL.replace(layers=MODEL.layers[:1])
 WIDE_HEADS = change_dense(MODEL, head_dim=256, num_heads=8, num_kv_heads=4)
 # Operations of which compilers have several forms, beside a product and a sum in one operation.
 ROUNDING = {"dot", "exponential", "rsqrt", "divide", "reduce"}
@@ -70,7 +68,6 @@ class Wanted(NamedTuple):
       graph: whether it is compiled to one CUDA graph.
       devices: number of devices that the model is split over.
       draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
-      invariant: whether the engine is in `invariant` mode; plain decoding has its own program.
     """
 
     what: str
@@ -81,7 +78,6 @@ class Wanted(NamedTuple):
     graph: bool = False
     devices: int = 1
     draft_vocab: int | None = None
-    invariant: bool = False
 
 
 PROGRAMS = {
@@ -101,9 +97,6 @@ PROGRAMS = {
 # Updates of the policy, by `bench.compiled update`; a length that is no width of the model.
 UPDATES = {"update": "135M:1x1088:chunk=256", "update, float32": "135M:1x1088:chunk=256,float32"}
 
-# The programs of plain decoding and of a tree in an engine in `invariant` mode.
-INVARIANT = "invariant"
-
 
 class Named:
     """A device as `jax.devices()` would give it."""
@@ -118,15 +111,12 @@ def engine_of(device, wanted: Wanted) -> Runner:
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
             cfg,
-            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab, invariant=wanted.invariant),
-            wanted.sizes[0] if wanted.invariant else SLOTS,  # all of a batch run in that mode
+            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab),
+            SLOTS,
             ROOM,
             strategies=strategies,
             config=EngineConfig(attention=wanted.attention, stretch=1),
         )
-    if wanted.invariant:  # as if `check_plain` had found equal bits
-        runner.own_plain = Program(OFF, runner.plans[OFF])
-        runner.exact_plain.add(wanted.features)
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
@@ -157,8 +147,8 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-        run = runner.program_of(wanted.what, wanted.features)
-        host = on_device(device, (runner.alone(rows), Until.of(4), run.part))
+        run = runner.strategies[wanted.what]
+        host = on_device(device, (alone(runner, rows), Until.of(4), run.part))
         program = functools.partial(runner._chunk_program, run.plan, wanted.features, bucket)
         inputs, donated = (runner.weights.policy, runner.weights.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
@@ -184,54 +174,6 @@ def less_than_float32(text: str) -> list[str]:
         exact = "{highest,highest}" in line or '["HIGHEST","HIGHEST"]' in line
         if (product or called) and not exact or "tf32" in line.lower():
             found.append(line.strip()[:200])
-    return found
-
-
-def computations_of(text: str) -> dict[str, str]:
-    """The bodies of a compiled program's computations, by name."""
-    found = re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
-    return {match[1]: match[2] for match in found}
-
-
-def canonical(text: str, computations: dict[str, str]) -> str:
-    """HLO text in which values have numbers, and names of computations are what they compute."""
-    names: dict[str, str] = {}
-
-    def name(match: re.Match) -> str:
-        body = computations.get(match[1])
-        if body is not None:
-            return "{" + canonical(body, computations) + "}"
-        return names.setdefault(match[1], f"%{len(names)}")
-
-    return re.sub(r"%([\w.\-]+)", name, re.sub(r", metadata=\{[^}]*\}", "", text))
-
-
-def rounds(text: str) -> bool:
-    """Whether what a computation's text computes can round in more than one way."""
-    operations = set(re.findall(r"= (?:f|bf)\d+\[\S* ([\w\-]+)\(", text))
-    return bool(operations & ROUNDING) or {"multiply", "add"} <= operations
-
-
-def arithmetic_of(text: str) -> dict[str, str]:
-    """The kernels of a chunk's layers and language-model head that round, as canonical text.
-
-    Returns:
-      the line of one of those that are alike, by their text.
-    """
-    computations, found = computations_of(text), {}
-    for line in "".join(computations.values()).splitlines():
-        scope = re.search(r'op_name="([^"]*)"', line)
-        scopes = set(scope[1].split("/")) if scope else set()
-        if not scopes & {"layers", "lm_head"} or "draft" in scopes:
-            continue
-        if called := re.search(r" fusion\(.*calls=%([\w.\-]+)", line):
-            how = re.search(r"kind=\w+", line)[0]
-            tiles = re.search(r'"fusion_backend_config":\{.*?\}\}', line)
-            kernel = canonical(computations[called[1]], computations)
-            if rounds(kernel):
-                found[how + (tiles[0] if tiles else "") + kernel] = line.strip()[:200]
-        elif " custom-call(" in line and re.search(r"= \(?(f|bf)\d+\[", line):
-            found[canonical(line.strip(), computations)] = line.strip()[:200]
     return found
 
 
@@ -261,29 +203,6 @@ def of_engine(name: str) -> dict:
     }
 
 
-def of_invariant() -> dict:
-    """What plain decoding's own program computes in other ways than the tree's.
-
-    The tree's rows lie in blocks in each case.
-    """
-
-    def chunk(what: str) -> tuple[Runner, dict[str, str]]:
-        wanted = Wanted(what, (8,), ONE_LAYER, invariant=True)
-        runner, program = lowered(described(1), wanted)
-        return runner, arithmetic_of(program.compile().as_text())
-
-    runner, tree = chunk(CHAIN)
-    _, plain = chunk(OFF)
-    with mock.patch("specjax.engine.runner.row_block", lambda *_: None):
-        _, without = chunk(OFF)
-    return {
-        "row_block": runner.cfg.run.row_block,
-        "alike": len(plain.keys() & tree.keys()),
-        "others": [plain[kernel] for kernel in plain.keys() - tree.keys()],
-        "others_without_blocks": [without[kernel] for kernel in without.keys() - tree.keys()],
-    }
-
-
 def of_update(name: str) -> dict:
     """What became of an update of the policy."""
     update, place = UPDATES[name], Ahead(CARD)
@@ -302,10 +221,7 @@ def of_update(name: str) -> dict:
 
 def main(*names: str) -> None:
     for name in names:
-        if name == INVARIANT:
-            found = of_invariant()
-        else:
-            found = of_update(name) if name in UPDATES else of_engine(name)
+        found = of_update(name) if name in UPDATES else of_engine(name)
         print(json.dumps({"program": name, **found}), flush=True)
 
 

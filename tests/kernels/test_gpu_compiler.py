@@ -12,7 +12,7 @@ import re
 import jax
 import other_python
 import pytest
-from gpu_programs import INVARIANT, PROGRAMS, UPDATES, engine_of, traced
+from gpu_programs import PROGRAMS, UPDATES, engine_of, traced
 
 from bench.programs import change_dense
 
@@ -49,11 +49,6 @@ def programs() -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def updates() -> dict[str, dict]:
     return compiled(*UPDATES)
-
-
-@pytest.fixture(scope="module")
-def invariant() -> dict:
-    return compiled(INVARIANT)[INVARIANT]
 
 
 def for_cuda(wanted) -> str:
@@ -168,10 +163,3 @@ class TestCompiled:
         kernels = {"flash_gpu_forward", "flash_gpu_queries", "flash_gpu_keys"}
         assert kernels <= set(update["figures"]["kernels"]) and not update["cudnn"]
         assert not update["atomics"] and not update["less_than_float32"]
-
-    def test_plain_decoding_of_invariant_mode_rounds_as_the_tree_does(self, invariant):
-        """All its kernels that round are the tree's to the letter: rows lie in blocks of one size,
-        and attention computes each row alone."""
-        assert invariant["row_block"] == 64 and invariant["alike"] > 10
-        assert not invariant["others"]
-        assert invariant["others_without_blocks"]  # so that they are found

@@ -28,7 +28,7 @@ def test_a_head_is_trained_and_n_grams_are_not():
     assert said.startswith("draft: the checkpoint's head; the controller goodput chooses among off")
     cfg, said = settled("rollout.strategy=4_1_5", has_head=True)
     assert cfg.rollout.control is None
-    assert said.startswith("draft: the checkpoint's head; always 4_1_5; to change it: rollout.")
+    assert said.startswith("draft: the checkpoint's head; always 4_1_5")
     cfg, said = settled("rollout.strategy=3_1_4", has_head=False)
     assert (cfg.rollout.draft, cfg.draft.mode) == ("ngram", "frozen")
     assert arms_of(cfg) == ["off", "3_1_4"]
@@ -36,11 +36,10 @@ def test_a_head_is_trained_and_n_grams_are_not():
 
 
 def test_a_choice_of_the_user_is_followed():
-    for has_head, other in ((True, "checkpoint"), (False, "random")):
+    for has_head in (True, False):
         cfg, said = settled("rollout.draft=ngram", "rollout.strategy=4_1_5", has_head=has_head)
         assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
-        how = f"always 4_1_5; to change it: rollout.draft={other}, "
-        assert said.startswith(f"draft: n-grams; {how}")
+        assert said.startswith("draft: n-grams; always 4_1_5")
     cfg, said = settled("rollout.draft=random", has_head=False)
     assert (cfg.rollout.draft, cfg.draft.mode) == ("random", "online")
     assert said.startswith("draft: a random head; the controller goodput chooses among off, 4_1_5")

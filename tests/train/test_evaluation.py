@@ -117,7 +117,7 @@ class Scripted:
 
     def generate(self, jobs, on_progress, on_sample):
         self.jobs += jobs
-        stats, outputs = SpecStats(1, 0, 0, (1,)), []
+        stats, outputs = SpecStats((0, 1)), []
         for text in self.texts:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             reason = "length" if text.endswith("...") else "stop"
@@ -125,7 +125,7 @@ class Scripted:
         assert len(outputs) == len(jobs)
         for index in reversed(range(len(jobs))):  # as they may end
             on_sample(index, outputs[index])
-        totals = Totals(0, np.zeros(2, np.int64))
+        totals = Totals(0)
         totals.seconds = 2.0
         return outputs, totals
 

@@ -42,7 +42,7 @@ class FakeSample:
             None,
             [-float(t) for t in tokens],
             reason,
-            SpecStats(rounds=0, drafted=0, accepted=0, histogram=(0, 0, 0)),
+            SpecStats((0, 0, 0)),
             ((0, self.version),) if tokens else (),
             transformed_logprobs=doubled(tokens),
         )

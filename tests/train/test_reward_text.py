@@ -25,7 +25,6 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
         (["<think>", "the", "</answer>"], {"stop": ["</answer>"]}, "<think>the"),
         (["<think>", "the", "</answer>"],
          {"stop": ["</answer>"], "include_stop_str_in_output": True}, "<think>the</answer>"),
-        (["the", "<think>", "x"], {"stop": ["e<think>"]}, "th"),
         (["</think>", "the", "x"], {"stop": ["think"]}, "</think>thex"),
     ],
 )  # fmt: skip

@@ -223,7 +223,8 @@ class Shapes:
             yield from engine_programs(engine, EXACT, features)
         for engine in self.built.eval_engines[:1]:
             own = chunk_features(self.cfg, self.model, evaluating=True)
-            if engine.has_programs_of(self.engine) and features.covers(own):
+            same = engine.program_settings == self.engine.program_settings
+            if same and features.covers(own):
                 for each in rolled_out:
                     name = f"evaluate: {each.name}"
                     yield dataclasses.replace(each, name=name, part="evaluate")

@@ -270,7 +270,7 @@ class Scorer:
 class Scoring:
     """Completions of a problem whose rewards are computed while others are sampled.
 
-    With one completion, number 0, it is a `specjax.engine.hosts.Judgement`.
+    With one completion, number 0, it is a judgement of `specjax.engine.hosts.Hosts`.
     """
 
     def __init__(self, scorer: Scorer, problem: Problem):

@@ -181,7 +181,7 @@ def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> 
 
 _ANY = Filter()
 
-NO_ROUNDS = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+NO_ROUNDS = SpecStats(())
 
 # --- groups ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import jax
 
 from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies, Hosts, Judgement
+from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.parallel import distributed
@@ -76,7 +76,7 @@ def idle_device_warnings(
 def join_engines(
     engines: Sequence[Engine],
     copies: Copies | None,
-    score: Callable[[Job, SampleOutput], Judgement | None] | None = None,
+    score: Callable[[Job, SampleOutput], Any] | None = None,
 ) -> BaseEngine:
     """Joins the engines of this process, and of all others, to one with the same interface.
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from specjax.config import SamplingParams
-from specjax.engine.request import Job, SampleOutput, special_name
+from specjax.engine.request import Job, SampleOutput, special_stops
 from specjax.engine.text import StopStrings
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
@@ -140,19 +140,18 @@ class ResponseText:
     def __init__(self, tokenizer, params: SamplingParams, eos_ids: Sequence[int] = ()):
         self._tokenizer, self._params = tokenizer, params
         named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-        self._hidden = frozenset((*named, *eos_ids, *params.stop_token_ids))
-        self._name = functools.cache(self._name_of)
+        special = special_stops(tokenizer, params).values()
+        hidden = {*named, *eos_ids, *params.stop_token_ids, *special}
+        self._hidden = hidden - set(special if params.include_stop_str_in_output else ())
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        params = self._params
+        params, rest = self._params, ""
         if params.stop:
-            include = params.include_stop_str_in_output
             plain = functools.partial(decode, self._tokenizer)
-            stops = StopStrings(params.stop, plain, include, params.min_tokens, self._name)
-            if stops.feed(tokens) is not None:
-                return stops.named
+            include = params.include_stop_str_in_output
+            cut = StopStrings(params.stop, plain, include, params.min_tokens).feed(tokens)
+            if cut is not None:
+                tokens = tokens[: cut.tokens]
+                rest = plain(tokens)[len(cut.text) :]
         shown = [token for token in tokens if token not in self._hidden]
-        return decode(self._tokenizer, shown, skip_special_tokens=False)
-
-    def _name_of(self, token: int) -> str:
-        return "" if token in self._hidden else special_name(self._tokenizer, token)
+        return decode(self._tokenizer, shown, skip_special_tokens=False).removesuffix(rest)

@@ -11,8 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput, Totals, require_valid
 from specjax.engine.sequence import Finished, Progress
@@ -52,8 +50,7 @@ class StepRollout:
         self.groups: list[Group] = []
         self._running: list[dict[Added, Response]] = []  # running samples of each group
         self._group_of: dict[Added, int] = {}
-        steps = engine.runner.steps
-        self.totals = Totals(steps, np.zeros(steps + 2, np.int64))
+        self.totals = Totals(engine.runner.steps)
 
     def run(self, carried: Iterable[Group]) -> Selection:
         """Runs until the selection is final and carried samples have reached the step's budget.

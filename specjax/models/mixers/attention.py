@@ -121,11 +121,7 @@ class Attention:
     ) -> tuple[Float[Array, "B T D"], Scratch]:
         """See `specjax.interfaces.Mixer.run`."""
         decoding = where.form != "train"
-        blocks = where.blocks
-        alone = {} if blocks is None else {"by_block": True}
-        q, k, v = self.project(w, x, *where.rotated_by(self.rotation), decoding, **alone)
-        if blocks is not None:
-            q, k, v = map(blocks.join_heads, (q, k, v))
+        q, k, v = self.project(w, x, *where.rotated_by(self.rotation), decoding)
         sees = {"window": self.window, "soft_cap": self.soft_cap}
         if where.form == "train":
             attended = dispatch.causal_attention(
@@ -143,9 +139,7 @@ class Attention:
             attended = dispatch.tree_attention(
                 *arrays, where.visible, where.table, **sees, kernel=where.kernel
             )
-        if blocks is not None:
-            attended = blocks.split_heads(attended)
-        return self.output(w, attended, **alone), Scratch(KVCache(*kept), None)
+        return self.output(w, attended), Scratch(KVCache(*kept), None)
 
     def run_again(
         self, w: Params, x: Float[Array, "B S D"], where: Where, earlier: Sequence[Scratch]
@@ -175,13 +169,12 @@ class Attention:
         cos: Float[Array, "B T H"],
         sin: Float[Array, "B T H"],
         decoding: bool = False,
-        by_block: bool = False,
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Computes queries, keys and values of normed states, head-major, normed and rotated."""
 
         def product(weight: str, bias: str) -> Array:
             with jax.named_scope(weight):
-                out = dot(x, w[weight], by_block=by_block)
+                out = dot(x, w[weight])
             if decoding:  # else the product writes heads, for which TPU programs transpose weights
                 out = jax.lax.platform_dependent(
                     out, tpu=jax.lax.optimization_barrier, default=lambda out: out
@@ -206,12 +199,10 @@ class Attention:
         q, k = heads(q, "q_norm"), heads(k, "k_norm")
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), heads(v)
 
-    def output(
-        self, w: Params, attended: Float[Array, "B N T H"], by_block: bool = False
-    ) -> Float[Array, "B T D"]:
+    def output(self, w: Params, attended: Float[Array, "B N T H"]) -> Float[Array, "B T D"]:
         """Projects back to the model's width."""
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
         with jax.named_scope("o"):
-            out = dot(merged, w["o"], by_block=by_block)
+            out = dot(merged, w["o"])
         return out + w["o_bias"].astype(out.dtype) if "o_bias" in w else out

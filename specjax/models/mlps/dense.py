@@ -51,11 +51,9 @@ class Dense:
     ) -> tuple[Float[Array, "B T D"], None]:
         """Runs the network over rows, without the residual; it records nothing."""
 
-        by_block = where is not None and where.blocks is not None
-
         def product(x: Array, name: str) -> Array:
             with jax.named_scope(name):  # by which plans tell products apart
-                return dot(x, w[name], by_block=by_block)
+                return dot(x, w[name])
 
         if "gate_up" in w:
             gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)
