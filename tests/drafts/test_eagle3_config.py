@@ -236,11 +236,25 @@ def test_settings_by_hand_replace_those_of_the_files_and_wrong_ones_are_refused(
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_another_kind_of_head_is_refused_by_its_name():
+def eagle1():
+    """Tensors of an EAGLE-1 head: fc over the embedding and one state, no extra norms."""
+    files = tensors("speculators", states=2)
+    for name in ("input_layernorm", "hidden_norm"):
+        del files[f"layers.0.{name}.weight"]
+    for x in "qkv":
+        name = f"layers.0.self_attn.{x}_proj.weight"
+        files[name] = files[name][:, :D]
+    del files["norm.weight"], files["lm_head.weight"]
+    return files
+
+
+def test_other_kinds_of_heads_are_refused():
+    for raw in (plain(draft_vocab_size=None), plain()):
+        assert Eagle3Source.is_of(raw, eagle1())
+        refused(raw, eagle1(), "missing: layers.0.hidden_norm.weight")
     raw = {"speculators_model_type": "mlp_speculator"}
     assert Eagle3Source.is_of(raw, {})
-    texts = "mlp_speculator", "expected an EAGLE-3 head"
-    refused(raw, {}, *texts, kind=UnsupportedModelError)
+    refused(raw, {}, "mlp_speculator", "expected an EAGLE-3 head", kind=UnsupportedModelError)
 
 
 def test_what_would_change_the_computation_is_refused_by_its_name():
