@@ -371,10 +371,11 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
     for _ in engine.programs().start((features,)):
         while found:
             key, lower = found.pop(0)
-            inputs, (kind, *sizes) = (runner.state, runner.kept), key
+            inputs, kind = (runner.state, runner.kept), key[0]
             if kind != "place":
                 inputs = (*inputs, runner.weights.policy, runner.weights.head)
-            title = f"{kind} {' x '.join(map(str, sizes[0] if kind == 'prefill' else sizes))}"
+            sizes = key[1] if kind == "prefill" else key[1:3]
+            title = f"{kind} {' x '.join(map(str, sizes))}"
             name = title if part == "roll out" else f"{part}: {title}"
             yield Program(name, part, key, lower, inputs)
 

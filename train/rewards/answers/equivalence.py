@@ -33,10 +33,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from train.rewards.answers.extract import LONGEST
-from train.rewards.answers.formulas import as_sets, same_equation, same_formula, same_sets
+from train.rewards.answers.formulas import same_equation, same_formula, same_sets
 from train.rewards.answers.latex import (
     COMMA,
     ORDER,
+    Brackets,
     brackets_of,
     clean,
     elements_of,
@@ -201,14 +202,12 @@ def _same_names(gold: str, found: str) -> bool | None:
         return None
     if mine is not None and theirs is not None:
         return mine.keys() == theirs.keys() and all(_same(mine[n], theirs[n]) for n in mine)
-    bare = found if theirs is None else gold
-    bracketed = brackets_of(bare)
-    values = [part for part, _ in split(bare, COMMA)]
-    if bracketed and bracketed[:2] == ("(", ")"):
-        values = bracketed.elements
+    bare = _collection(found if theirs is None else gold)
+    if bare is None or bare[:2] not in (("", ""), ("(", ")")):
+        return False
     return _in_order(
-        values if mine is None else list(mine.values()),
-        values if theirs is None else list(theirs.values()),
+        bare.elements if mine is None else list(mine.values()),
+        bare.elements if theirs is None else list(theirs.values()),
     )
 
 
@@ -235,8 +234,8 @@ def _same_relations(gold: str, found: str) -> bool | None:
         # `2+3=5` says 5, `x+1=5` does not
         *steps, last = [part for part, _ in theirs]
         return _same(gold, last) and all(_same(gold, s) or same_formula(gold, s) for s in steps)
-    if (sets := as_sets(gold, found)) is not None:
-        return same_sets(*sets)
+    if (verdict := same_sets(gold, found)) is not None:
+        return verdict
     if not (mine and theirs and len(mine) == len(theirs) == 2):
         return False if mine or theirs else None
     if mine[0][1] == theirs[0][1] and all(
@@ -347,28 +346,22 @@ def _same_texts(gold: str, found: str) -> bool | None:
     return mine is not None and theirs is not None and _matches(mine, theirs)
 
 
-def _same_lists(gold: str, found: str) -> bool | None:
-    """Compares `1, 2` with a list or a set; None if neither is a list."""
-    mine, theirs = elements_of(gold), elements_of(found)
-    if mine is None and theirs is None:
-        return None
-    if mine is None or theirs is None:
-        bracketed = brackets_of(gold if mine is None else found)  # `1, 2` is {1,2} and not (1,2)
-        if bracketed is None or bracketed.left != "\\{":
-            return False
-        mine, theirs = mine or bracketed.elements, theirs or bracketed.elements
-    return _matches(mine, theirs)
+def _collection(text: str) -> Brackets | None:
+    """Reads a tuple, interval or set, or a list without brackets."""
+    elements = elements_of(text)
+    return brackets_of(text) if elements is None else Brackets("", "", elements)
 
 
-def _same_brackets(gold: str, found: str) -> bool | None:
-    """Compares tuples, intervals and sets, and {5} with 5; None if neither is in brackets."""
-    mine, theirs = brackets_of(gold), brackets_of(found)
-    if mine is None and theirs is None:
-        return None
+def _same_collections(gold: str, found: str) -> bool | None:
+    """Compares lists and sets, which have no order, tuples and intervals, and {5} with 5; None if
+    neither is one of them."""
+    mine, theirs = _collection(gold), _collection(found)
     if mine and theirs:
-        if mine.left == theirs.left == "\\{":
+        if {mine.left, theirs.left} <= {"", "\\{"}:
             return _matches(mine.elements, theirs.elements)
         return mine[:2] == theirs[:2] and _in_order(mine.elements, theirs.elements)
+    if not (mine or theirs):
+        return None
     left, _, elements = mine or theirs
     return left == "\\{" and len(elements) == 1 and _same(elements[0], found if mine else gold)
 
@@ -408,7 +401,6 @@ _KINDS = (
     _same_quantities,
     _same_times,
     _same_texts,
-    _same_lists,
-    _same_brackets,
+    _same_collections,
     _same_ratios,
 )

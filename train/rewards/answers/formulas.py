@@ -143,13 +143,16 @@ def same_equation(mine: list, theirs: list) -> bool:
     return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
 
 
-def as_sets(gold: str, found: str) -> tuple[Any, Any] | None:
-    """The sets that two answers describe; None if one describes none, or variables differ."""
+def same_sets(gold: str, found: str) -> bool | None:
+    """Whether two answers describe the same set of numbers; None if one describes none, or their
+    variables differ."""
     names = _variables(gold), _variables(found)
     if names[0] and names[1] and names[0] != names[1]:
         return None
-    sets = _as_set(gold), _as_set(found)
-    return None if sets[0] is None or sets[1] is None else sets
+    mine, theirs = _as_set(gold), _as_set(found)
+    if mine is None or theirs is None:
+        return None
+    return bool(mine == theirs or mine.symmetric_difference(theirs).is_empty)
 
 
 def _variables(text: str) -> set[str]:
@@ -177,20 +180,10 @@ def _as_set(text: str) -> Any:
     if isinstance(found, sympy.Set):
         return found
     if relation and found is not None and any(sign in ORDER for _, sign in relation):
-        if len(getattr(found, "free_symbols", ())) == 1:
+        if len(symbols := getattr(found, "free_symbols", ())) == 1:
+            real = found.subs(*symbols, sympy.Symbol("x", real=True))  # which `as_set` needs
             try:
-                return _renamed(found).as_set()
+                return real.doit().as_set()
             except (NotImplementedError, TypeError, ValueError, AttributeError):
                 return None
     return None
-
-
-def _renamed(relation: Any) -> Any:
-    """The relation with a real variable, which `as_set` needs."""
-    symbol = next(iter(relation.free_symbols))
-    return relation.subs(symbol, sympy.Symbol("x", real=True)).doit()
-
-
-def same_sets(gold: Any, found: Any) -> bool:
-    """Whether two sets of sympy are equal."""
-    return bool(gold == found or gold.symmetric_difference(found).is_empty)
