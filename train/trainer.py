@@ -539,6 +539,17 @@ class Trainer:
             placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
         return placed
 
+    def _update_draft(self, batches: list, states: list) -> dict[str, float]:
+        """Trains the head on the states of the old policy; returns the metrics of its update.
+
+        The head will draft with the new matrices, so they are in the target of the loss
+        (docs/training.md).
+        """
+        self.head, self.draft_opt, sums = self.draft.update(
+            self.head, self.draft_opt, self.params, batches, states
+        )
+        return draft_metrics(sums)
+
     # --- evaluation, checkpoints -------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
@@ -555,17 +566,6 @@ class Trainer:
         if self.eval_engine.telemetry is not None:
             self.eval_engine.telemetry.clear()  # it is about rollouts
         return evaluated.metrics
-
-    def _update_draft(self, batches: list, states: list) -> dict[str, float]:
-        """Trains the head on the states of the old policy; returns the metrics of its update.
-
-        The head will draft with the new matrices, so they are in the target of the loss
-        (docs/training.md).
-        """
-        self.head, self.draft_opt, sums = self.draft.update(
-            self.head, self.draft_opt, self.params, batches, states
-        )
-        return draft_metrics(sums)
 
     def trees(self, meta: Mapping[str, Any] | None = None) -> dict:
         """Returns the arrays that a checkpoint holds, by name."""
