@@ -230,7 +230,7 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
       slack: share by which plain decoding may be cheaper than its estimated cost.
     """
     ratios = engine.controller.gains(size)
-    goodput = getattr(engine.controller, "inner", engine.controller)  # also inside a `Gate`
+    goodput = engine.controller
     if not isinstance(goodput, Goodput) or not ratios.keys() - {OFF}:
         return None
     plain = goodput.round_seconds(OFF, size)

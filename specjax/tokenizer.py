@@ -27,6 +27,10 @@ TOKENIZER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken",
+)  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
 
 
@@ -55,6 +59,13 @@ def load_tokenizer(path: str | Path):
     for name in TOKENIZER_FILES:
         if problem := pointer_problem(path / name):
             raise CheckpointError(problem)
+    if not any(
+        (path / name).is_file() for name in _VOCABULARIES
+    ):  # transformers makes an empty one
+        raise CheckpointError(
+            f"{path} has tokenizer files and no vocabulary; expected tokenizer.json: copy the "
+            "model's tokenizer files there"
+        )
     file = path / _SETTINGS
     keys = Keys(file, read_json(file) if file.exists() else {})
     plain = keys.text("tokenizer_class", None) in ("PreTrainedTokenizerFast", "TokenizersBackend")

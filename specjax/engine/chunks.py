@@ -344,7 +344,7 @@ class InFlight:
         was_running = not chunk.is_done
         result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
-        self._done = self._arrived if was_running else max(before, chunk.running_at)
+        self._done = self._arrived if was_running else max(after, chunk.running_at)
         most, least = self._arrived - after, self._done - max(before, after)
         compiled, self._built = self._built != self._runner.compilations, self._runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least

@@ -182,7 +182,7 @@ def _ways(mesh: jax.sharding.Mesh | None) -> int:
 def _written(
     cfg: ModelConfig, rows: int, page_size: int, width: int
 ) -> Iterator[commit_kernel.Sizes]:
-    """Yields what the programs of a model on one device write, see `commit_kernel.check`."""
+    """Yields what the programs of a model on one device write, see `commit_kernel.why_wrong`."""
     mixers = [layer.mixer for layer in cfg.layers if layer.mixer.kind == "attention"]
     page = min(_rounded(page_size, cfg.run.attention), MOST_PAGE)
     counts = Counter((mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)

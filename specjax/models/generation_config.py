@@ -46,7 +46,7 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
         )
     try:
         SamplingParams(**sampling_defaults(tuple(found.items())))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         message = str(error).replace("max_tokens", "max_new_tokens")
         raise CheckpointError(f"{file}: {message}") from error
     return tuple(found.items())

@@ -98,9 +98,9 @@ def test_a_file_bare_weights_and_an_empty_directory_are_no_head(tmp_path):
     ("word", "hint"),
     [
         ("", "expected auto, checkpoint"),
-        ("NGRAM", "did you mean SpecConfig(draft='ngram')?"),
-        ("none", "did you mean SpecConfig(strategy='off')?"),
-        ("eagle3", "SpecConfig(draft='random') and SpecConfig(draft_kind='eagle3')"),
+        ("NGRAM", "did you mean draft='ngram'?"),
+        ("none", "did you mean strategy='off'?"),
+        ("eagle3", "draft='random' and draft_kind='eagle3'"),
         ("zzz", "got 'zzz'"),
     ],
 )

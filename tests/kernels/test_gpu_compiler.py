@@ -69,23 +69,6 @@ def gathers_of_pages(text: str, wanted) -> list[str]:
 # --- lowered -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain, one sequence", "prefill by cuDNN"])
-def test_gpus_write_to_caches_by_scatters(name):
-    """A slice at a time would be an operation per sequence, layer and array; and pages that are
-    written so by chunks of one sequence are all turned around, as `copies` would find."""
-
-    def writes(attention: str) -> list[str]:
-        wanted = PROGRAMS[name]._replace(attention=attention)
-        runner = engine_of(jax.devices()[0], wanted)
-        page = "x".join(map(str, runner.state.memory.pages[0].k.shape)) + "xbf16"
-        text = traced(runner, jax.devices()[0], wanted).lower().as_text()
-        return [
-            line for line in text.splitlines() if "dynamic_update_slice" in line and page in line
-        ]
-
-    assert not writes("library:xla") and writes("reference")
-
-
 @pytest.mark.parametrize("name", ["plain", "chain"])
 def test_chunks_gather_no_page(name):
     wanted = PROGRAMS[name]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,12 +76,10 @@ class AnswerReward:
     def can_win(self, answer: str | Sequence[str]) -> bool:
         """Returns whether a completion that states one of the row's own answers scores 1.
 
-        A comparison that is late says nothing about the answer, which then counts as one that can.
+        Raises:
+          TimeoutError: a comparison was late, which says nothing about the answer.
         """
-        try:
-            return any(self._is_right(self.write(gold), gold) for gold in each_gold(answer))
-        except TimeoutError:
-            return True
+        return any(self._is_right(self.write(gold), gold) for gold in each_gold(answer))
 
     def _is_right(self, completion: str, answer: str | Sequence[str]) -> bool:
         given = self.extract(completion)
@@ -113,16 +112,19 @@ def _same_letter(given: str, gold: str) -> bool:
     return given == letter_of(stated_gold(gold))
 
 
+_lock = threading.Lock()
+
+
 @functools.cache
 def _comparing_process(seconds: float) -> Workers:
     """The process in which `MATH_VERIFY` compares formulas, replaced where it is late.
 
     sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
     """
-    return Workers(Setup(("math_verify",), THINKS_FIRST, seconds), 1, float)
+    return Workers(Setup((f"{__name__}:same_formula",), THINKS_FIRST, seconds), 1, float)
 
 
-def _same_formula(given: str, gold: str) -> bool:
+def same_formula(given: str, gold: str) -> bool:
     """Compares by `train.rewards.answers.equivalence`; two numbers without that library.
 
     Answers that cannot be parsed are not the same; no answer raises an error. In a worker process
@@ -144,8 +146,9 @@ def _same_formula(given: str, gold: str) -> bool:
             "reward 'number'"
         )
     if not has_time_limit:
-        process = _comparing_process(SECONDS)
-        [outcome] = process.submit(0, [f"\\boxed{{{given}}}"], [{"answer": gold}]).result()
+        with _lock:
+            process = _comparing_process(SECONDS)
+        [outcome] = process.submit(0, [given], [{"answer": gold}]).result()
         if isinstance(outcome, Failed):
             raise TimeoutError(f"the comparison {outcome.what}")
         return outcome == 1.0
@@ -198,7 +201,7 @@ FORMAT = FormatReward()
 EXACT = AnswerReward(_same_line, last_line_answer, _mark, "a line '#### ...'")
 NUMBER = AnswerReward(_same_number, final_answer, _box, _PLACES)
 CHOICE = AnswerReward(_same_letter, chosen_letter, _box, _LETTER_PLACES)
-MATH_VERIFY = AnswerReward(_same_formula, final_answer, _box, _PLACES, quick=False)
+MATH_VERIFY = AnswerReward(same_formula, final_answer, _box, _PLACES, quick=False)
 
 
 def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:

@@ -23,14 +23,14 @@ for every worker imports it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import numbers
+import os
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +94,10 @@ class RewardCall:
         names = list(self._signature.parameters)
         self.batch = BATCH in names
         marked = [name for name in (BATCH, VERL, ONE) if name in names]
-        self._completion = marked[0] if marked else next(iter(names), None)
+        first = self._parameters[0] if self._parameters else None
+        if first is not None and first.kind is not first.VAR_KEYWORD:
+            marked.append(first.name)
+        self._completion = marked[0] if marked else ONE
         # After a completion that is the first argument, the second one is the answer if no column
         # has its name.
         by_place = names[:1] == [self._completion] and self._completion not in (BATCH, VERL)
@@ -175,14 +178,15 @@ class RewardCall:
         if self._completion == VERL:
             columns.setdefault("ground_truth", columns["answer"])
         arguments: dict[str, Any] = {}
+        known = set(self._signature.parameters)
         for place, parameter in enumerate(self._parameters):
             name = parameter.name
             if parameter.kind is parameter.VAR_KEYWORD:
-                known = self._signature.parameters
                 arguments[name] = {n: x for n, x in columns.items() if n not in known}
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 if name in (self._completion, self._second):
                     arguments[name] = (completion, columns["answer"])[place:]
+                    known.add("answer")  # given once
             elif name in columns:
                 arguments[name] = columns[name]
         return inspect.BoundArguments(self._signature, arguments)
@@ -226,18 +230,44 @@ class RewardCall:
             return [_raised(error)] * count
 
 
-@functools.cache
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork has no thread of its parent
+
+
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The event loop in which the process runs its asynchronous rewards.
 
     Clients of HTTP, locks and semaphores belong to the event loop in which they were first used,
-    and functions keep them from call to call. Calls of `asyncio.to_thread` that were given up at
-    their time limit go on, and must not keep others waiting; hence there may be many.
+    and functions keep them from call to call.
     """
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(1000))
-    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
-    return loop
+    with _lock:
+        if os.getpid() not in _loops:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            loop.set_default_executor(DaemonThreads())
+            threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+        return _loops[os.getpid()]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Runs each call in a daemon thread of its own.
+
+    The threads of the base class are few, so that calls which hang would keep all others waiting,
+    and the interpreter waits for them before it ends.
+    """
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future:
+        future: Future = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*args, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
 
 def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:

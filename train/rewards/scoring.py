@@ -11,14 +11,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
 from train.data.tasks.layout import Problem, shown
 from train.rewards.answers.extract import each_gold
 from train.rewards.builtin import THINKS_FIRST, AnswerReward, get_reward
-from train.rewards.calls import ROW, Failed, Outcome, RewardCall
+from train.rewards.calls import ROW, DaemonThreads, Failed, Outcome, RewardCall
 from train.rewards.workers import Outcomes, Setup, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
@@ -167,12 +167,13 @@ class Scorer:
 
     def metrics(self) -> dict[str, float]:
         """Returns figures since the last call: seconds in rewards and waited, limits passed."""
+        seconds = self._seconds[:]
+        del self._seconds[: len(seconds)]  # threads of workers may have added more
         figures = {
-            "time/reward": sum(self._seconds),
+            "time/reward": sum(seconds),
             "time/reward_wait": self._waited,
             "reward/timed_out": float(self._timed_out),
         }
-        self._seconds.clear()
         self._waited, self._timed_out = 0.0, 0
         return figures
 
@@ -382,7 +383,11 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
 
 
 def lost_rewards(scorer: Scorer, problem: Problem) -> list[str]:
-    """Returns the names of the rewards that compare answers and cannot be 1 for a row."""
+    """Returns the names of the rewards that compare answers and cannot be 1 for a row.
+
+    Raises:
+      TimeoutError: a comparison was late.
+    """
     has_gold = _has_gold(problem)
     return [
         name
@@ -397,7 +402,10 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
     It is unknown for a reward of the user's own. Of several rewards that compare answers, the
     reason names those that cannot.
     """
-    lost = lost_rewards(scorer, problem)
+    try:
+        lost = lost_rewards(scorer, problem)
+    except TimeoutError:
+        return None
     if not lost:
         return None
     if problem.unread is not None:
@@ -409,27 +417,38 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
 
 class GoldAnswers:
-    """Which rows are `unwinnable`, decided once for each, in a thread that runs ahead.
+    """Which rows are `unwinnable`, decided once for each, in threads that run ahead.
 
     Args:
       scorer: the rewards.
+
+    Attributes:
+      undecided: indices of rows whose comparison was late. They are kept, by a resumed run too,
+        whose comparisons may be in time.
     """
 
     def __init__(self, scorer: Scorer):
-        self._scorer = scorer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gold answers")
+        self._scorer, self._threads = scorer, DaemonThreads()
         self._lost: dict[int, Future[list[str]]] = {}  # by the row's index
+        self.undecided: set[int] = set()
 
     def begin(self, problem: Problem) -> None:
         """Checks a row of which `are_lost` will be asked; returns at once."""
-        if problem.index not in self._lost:
-            call = self._thread.submit(lost_rewards, self._scorer, problem)
+        if problem.index not in self._lost and problem.index not in self.undecided:
+            call = self._threads.submit(lost_rewards, self._scorer, problem)
             self._lost[problem.index] = call
 
     def are_lost(self, problem: Problem) -> bool:
         """Returns whether there is a reward that cannot be 1 for a row; waits for the check."""
         self.begin(problem)
-        return bool(self._lost[problem.index].result())
+        if problem.index in self.undecided:
+            return False
+        try:
+            return bool(self._lost[problem.index].result())
+        except TimeoutError as error:
+            log.warning("row %s is kept: %s", problem.index, error)
+            self.undecided.add(problem.index)
+            return False
 
 
 def _has_gold(problem: Problem) -> bool:

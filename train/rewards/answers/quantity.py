@@ -332,7 +332,8 @@ _POWERS_OF_TEN = (
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}", re.ASCII)
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/\s*\d+$))?"
-    rf"(?:\(?\s*(?P<over>{_DIGITS})\s*\)?\s*/\s*\(?\s*(?P<under>{_DIGITS})\s*\)?"
+    rf"(?:(?P<left>\(\s*)?(?P<over>{_DIGITS})(?(left)\s*\))\s*/\s*"
+    rf"(?P<right>\(\s*)?(?P<under>{_DIGITS})(?(right)\s*\))"
     rf"|(?P<plain>{_DIGITS})(?:\s*[eE](?P<exponent>[-+]?\d{{1,3}}))?)",
     re.ASCII,
 )
@@ -349,8 +350,6 @@ def _slash(match: re.Match) -> str:
 def _number(text: str, percent: bool = False, unit: str = "") -> Quantity | None:
     """Reads a number without a unit; None if it is none."""
     text = text.strip()
-    if text.startswith("(") and text.endswith(")"):
-        return _number(text[1:-1], percent, unit)
     if match := _REPEATING.fullmatch(text):
         sign, first, fixed, repeated = match.groups()
         value = Fraction(int(repeated), 10 ** len(repeated) - 1) + int(first + fixed or "0")
@@ -358,10 +357,14 @@ def _number(text: str, percent: bool = False, unit: str = "") -> Quantity | None
     text = _FRACTION.sub(_slash, text)
     for pattern, power in _POWERS_OF_TEN:
         text = pattern.sub(power, text)
-    match = _NUMBER.fullmatch(text.strip())
+    text = text.strip()
+    match = _NUMBER.fullmatch(text)
     if match is None:
-        return None
-    sign, whole, over, under, plain, exponent = match.groups()
+        inside = text[1:-1] if text.startswith("(") and text.endswith(")") else None
+        return _number(inside, percent, unit) if inside else None
+    sign, whole, over, under, plain, exponent = match.group(
+        "sign", "whole", "over", "under", "plain", "exponent"
+    )
     decimals = None if plain is None or exponent else len(plain.partition(".")[2])
     if plain is not None:
         value = _decimal(plain) * Fraction(10) ** int(exponent or 0)
