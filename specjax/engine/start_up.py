@@ -197,7 +197,8 @@ def _build(
       ready: function called with the number of programs that became ready.
     """
     executables = [programs.runner.executables for programs in engines]
-    pool = ThreadPoolExecutor(min(store.threads for store in executables), "compile")
+    threads = min(store.threads for store in executables)
+    pool = ThreadPoolExecutor(threads, "compile")
 
     def collect(seconds: float) -> None:
         wait([f for store in executables for f in store.pending.values()], seconds, FIRST_COMPLETED)
@@ -212,6 +213,8 @@ def _build(
                 known = len(store.by_key)
                 for _ in programs.start(features):
                     collect(0.0)
+                    while threads == 1 and store.pending:  # nothing else compiles beside it
+                        collect(POLL_SECONDS)
                 submitted = len(store.by_key) - known
                 ready(programs.count(features) - submitted)  # those that were compiled before
             while any(store.pending for store in executables):
