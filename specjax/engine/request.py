@@ -314,12 +314,16 @@ class CallSeeds:
 
 def decoder_of(tokenizer, params: SamplingParams) -> Callable[[Sequence[int]], str]:
     """The function from token ids to text that the parameters of a request ask for."""
-    return functools.partial(
+    text_of = functools.partial(
         decode,
         tokenizer,
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
     )
+    if not params.include_stop_str_in_output:
+        return text_of
+    names = {token: name for name, token in special_stops(tokenizer, params).items()}
+    return lambda ids: text_of(ids) + (names.get(ids[-1], "") if len(ids) else "")
 
 
 def make_jobs(

@@ -1,6 +1,7 @@
 """Over HTTP: stop strings that are special tokens, seeds, and a policy that gives no numbers."""
 
 import asyncio
+import dataclasses
 import json
 
 import jax
@@ -38,20 +39,20 @@ def some(plain):
     return [*letters, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def test_a_stop_string_may_be_a_special_token(server: Server, plain, some):
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_be_a_special_token(server: Server, plain, some, include):
     params = SamplingParams(max_tokens=30, seed=4, allowed_token_ids=some, ignore_eos=True)
     [whole] = plain.generate(PROMPT, params)[0].samples
     for stop in (EOS, PAD):
         end = plain.tokenizer.convert_tokens_to_ids(stop)
         tokens = whole.token_ids[: whole.token_ids.index(end) + 1]
-        text = plain.tokenizer.decode(tokens, skip_special_tokens=True)
-        own = SamplingParams(
-            max_tokens=30, seed=4, allowed_token_ids=some, ignore_eos=True, stop=stop
-        )
+        text = plain.tokenizer.decode(tokens, skip_special_tokens=True) + stop * include
+        own = dataclasses.replace(params, stop=stop, include_stop_str_in_output=include)
         [sample] = plain.generate(PROMPT, own)[0].samples
         assert (sample.token_ids, sample.text, sample.finish_reason) == (tokens, text, "stop")
         body = {
             "allowed_token_ids": some, "ignore_eos": True, "stop": [stop], "return_token_ids": True,
+            "include_stop_str_in_output": include,
         }  # fmt: skip
         choice = ask(server, **body).json()["choices"][0]
         assert (choice["token_ids"], choice["text"]) == (tokens, text)
