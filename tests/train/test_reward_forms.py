@@ -158,6 +158,24 @@ def test_a_function_written_for_verl_is_called_as_verl_does(in_workers):
         scorer.check(PROBLEM)
 
 
+def test_a_wrapper_gets_what_the_function_behind_it_needs():
+    def graded(completion, answer, level=0, **columns):
+        return float((completion, answer, level) == ("7", "7", 3))
+
+    def all_by_place(*args, **columns):
+        return graded(*args, **columns)
+
+    def one_by_place(text, *rest, **columns):
+        return graded(text, *rest, **columns)
+
+    def all_by_name(**columns):
+        return graded(**columns)
+
+    row = {"answer": "7", "level": 3, "prompt": "?"}
+    for function in (graded, all_by_place, one_by_place, all_by_name):
+        assert RewardCall("own", function)(["7"], [row]) == [1.0]
+
+
 def test_functions_of_batch_form_get_the_names_and_forms_of_trl():
     scorer = scorer_of("slow_rewards:count_ids")
     columns = {"completions": "of the row"}
