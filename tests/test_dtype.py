@@ -54,7 +54,7 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
     assert llm.cfg.run.compute_dtype == "float32" and dtypes(llm.params) == {"float32"}
     assert len(llm.notes) == 1 and "float32" in llm.notes[0]
-    assert "(LLM(dtype='bfloat16') is the checkpoint's)" in llm.notes[0]
+    assert "(dtype='bfloat16' is the checkpoint's)" in llm.notes[0]
     told = LLM(half, OFF, max_batch=1, max_len=32, dtype="bfloat16")
     assert told.cfg.run.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
     with pytest.raises(ValueError, match="dtype must be one of"):

@@ -60,10 +60,10 @@ FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.
 
 
 def kinds() -> set[str]:
-    """The protocols of what can be added, and rewards, which are plain functions."""
+    """The protocols of what can be added, backends, and rewards, which are plain functions."""
     classes = inspect.getmembers(interfaces, inspect.isclass)
     protocols = {name for name, cls in classes if Protocol in cls.__bases__}
-    return {"Reward"} | protocols - {"DraftFiles"}  # which a draft is given
+    return {"Reward", "Backend"} | protocols - {"DraftFiles"}  # which a draft is given
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,6 @@ def test_llm_drafts_with_n_grams_and_gives_the_tokens_of_plain_decoding(model, c
     [said] = [r.message for r in caplog.records if r.message.startswith("draft:")]
     assert "n-grams, for the checkpoint has no draft head" in said
     assert "goodput chooses among off, 4_1_5" in said
-    assert "strategy='off'" in said and "draft='random'" in said
     plain = LLM(model, None, max_batch=1, max_len=64)
     assert plain.drafting.described() == "draft: none, by plain decoding"
     tokens = [x.generate("1+1=", FEW)[0].samples[0].token_ids for x in (llm, plain)]
@@ -101,8 +100,7 @@ def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
     with caplog.at_level(logging.INFO):
         llm = load_llm(cfg)
     [said] = [r.message for r in caplog.records if r.message.startswith("draft:")]
-    assert "speculation.draft=random, speculation.draft=DIR" in said
-    assert "or speculation.strategy=off" in said and "SpecConfig" not in said
+    assert "n-grams, for the checkpoint has no draft head" in said
     with TestClient(create_app(cfg, llm)) as client:
         body = {"model": cfg.name, "prompt": "1+1=", "max_tokens": 4, "seed": 1}
         reply = client.post("/v1/completions", json=body)
@@ -129,7 +127,6 @@ def test_train_rl_drafts_with_n_grams_and_trains_no_head(model, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"the embedded task sums, through the tokenizer of {model}" in said
     assert "draft: n-grams, for the checkpoint has no draft head; the controller goodput" in said
-    assert "rollout.draft=random, rollout.draft=DIR, or rollout.strategy=off" in said
     records = [r for r in read_metrics(tmp_path / "run") if "rollout/reward" in r]
     assert len(records) == 3 and all("train/mtp_loss" not in r for r in records)
     assert all(r["train/loss"] == r["train/loss"] for r in records)

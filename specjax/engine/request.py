@@ -378,11 +378,23 @@ def make_jobs(
 
 
 def special_stops(tokenizer, params: SamplingParams) -> dict[str, int]:
-    """The ids of special tokens whose names are stop strings and are left out of the text."""
+    """The ids of special tokens whose names are stop strings and are left out of the text.
+
+    Raises:
+      ValueError: a stop string has such a name and more, which the text never has.
+    """
     if not params.stop or not params.skip_special_tokens:
         return {}
     added = getattr(tokenizer, "get_added_vocab", dict)()
-    return {s: added[s] for s in params.stop if s in added and not decode(tokenizer, [added[s]])}
+    held = {name: t for name, t in added.items() if any(name in stop for stop in params.stop)}
+    hidden = {name: token for name, token in held.items() if not decode(tokenizer, [token])}
+    for stop in params.stop:
+        if stop not in added and (names := [name for name in hidden if name in stop]):
+            raise ValueError(
+                f"stop: {stop!r} has more than the special token {names[0]!r}, which is left out "
+                "of the text; name that alone, or set skip_special_tokens=False"
+            )
+    return {stop: hidden[stop] for stop in params.stop if stop in hidden}
 
 
 def bad_word_ids(

@@ -25,7 +25,9 @@ A second parameter of a name that no column has is the answer.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ from train.registry import REWARDS
 from train.rewards.answers.choice import chosen_letter, letter_of
 from train.rewards.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.rewards.answers.quantity import read_quantity
-from train.rewards.calls import Failed
+from train.rewards.calls import Failed, RewardCall
 from train.rewards.workers import Setup, Workers
 
 Reward = Callable[..., Any]
@@ -112,6 +114,7 @@ def _same_letter(given: str, gold: str) -> bool:
     return given == letter_of(stated_gold(gold))
 
 
+_COMPARES = f"{__name__}:same_formula"  # as a reward, of answers that were found before
 _lock = threading.Lock()
 
 
@@ -121,7 +124,7 @@ def _comparing_process(seconds: float) -> Workers:
 
     sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
     """
-    return Workers(Setup((f"{__name__}:same_formula",), THINKS_FIRST, seconds), 1, float)
+    return Workers(Setup((_COMPARES,), THINKS_FIRST, seconds), 1, float)
 
 
 def same_formula(given: str, gold: str) -> bool:
@@ -223,3 +226,18 @@ def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:
             "(completion: str, answer: str) -> float"
         )
     return reward
+
+
+def load(setup: Setup) -> list[RewardCall]:
+    """Imports the rewards; of those that come with specjax also what their first call imports."""
+    global has_time_limit
+    calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
+    # The library warns in every call that its timeouts are off; this process has one.
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    has_time_limit = True
+    if {"math_verify", _COMPARES} & {*setup.names}:
+        MATH_VERIFY("\\boxed{x+1}", "1+x")
+    if "reasoning_gym" in setup.names:
+        importlib.import_module("reasoning_gym")
+    return calls

@@ -15,9 +15,7 @@ time: a process that is ended for that would be followed by one as slow.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
-import logging
 import multiprocessing
 import os
 import queue
@@ -44,7 +42,8 @@ _MOST_LATE = 100  # late asynchronous calls, which may go on, with which a proce
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from train.rewards.workers import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "from train.rewards import builtin, workers; "
+    "workers.serve(int(sys.argv[2]), int(sys.argv[3]), builtin.load)"
 )
 
 Outcomes = list[Outcome]
@@ -201,8 +200,8 @@ class _Worker:
             reason = str(problem).strip().splitlines()[-1]
             raise WorkerError(
                 f"a process for reward={', '.join(self._setup.names)} cannot be started: {reason}; "
-                "a worker imports the reward by its name, with this process's sys.path: mend it, "
-                "or set rewards.workers=0 to call it in this process, without a time limit"
+                "a worker imports the reward by its name, with this process's sys.path: correct "
+                "it, or set rewards.workers=0 to call it in this process, without a time limit"
             )
 
     def _kill(self) -> str:
@@ -237,12 +236,13 @@ def _end_all(process: subprocess.Popen) -> None:
 # --- the worker process --------------------------------------------------------------------------
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, parent: int, load: Callable[[Setup], list[RewardCall]]) -> None:
     """Calls rewards until the parent closes the connection, or ends.
 
     Args:
       descriptor: file descriptor of the connection.
       parent: process id of the parent.
+      load: function that imports the rewards.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     # A reward that hangs in a call which holds the interpreter's lock never reads the end of the
@@ -254,7 +254,7 @@ def serve(descriptor: int, parent: int) -> None:
     connection = Connection(descriptor)
     setup = connection.recv()
     try:
-        calls = _load(setup)
+        calls = load(setup)
     except Exception:
         connection.send(traceback.format_exc())
         return
@@ -264,22 +264,6 @@ def serve(descriptor: int, parent: int) -> None:
     while True:
         index, completions, rows, extra = requests.get()
         connection.send(calls[index](completions, rows, setup.seconds, extra))
-
-
-def _load(setup: Setup) -> list[RewardCall]:
-    """Imports the rewards; of those that come with specjax also what their first call imports."""
-    from train.rewards import builtin
-
-    calls = [RewardCall(name, builtin.get_reward(name, setup.pattern)) for name in setup.names]
-    # The library warns in every call that its timeouts are off; this process has one.
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    builtin.has_time_limit = True
-    if "math_verify" in setup.names:
-        builtin.MATH_VERIFY("\\boxed{x+1}", "1+x")
-    if "reasoning_gym" in setup.names:
-        importlib.import_module("reasoning_gym")
-    return calls
 
 
 def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
