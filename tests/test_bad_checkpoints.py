@@ -92,7 +92,7 @@ CASES = {
     "tokenizer type": (model_key(type="Bloom"), "the tokenizer cannot be read"),
     "tokenizer cut": (cut("tokenizer.json", 900), "the tokenizer cannot be read"),
     "tokenizer list": (content("tokenizer.json", "[]"), "the tokenizer cannot be read"),
-    "no vocabulary": (without("tokenizer.json"), "the tokenizer cannot be read"),
+    "no vocabulary": (without("tokenizer.json"), "tokenizer files and no vocabulary"),
     "class": (key("tokenizer_config.json", tokenizer_class=7), "tokenizer_class"),
     "eos token": (
         key("tokenizer_config.json", eos_token=["<|eos|>"]),
