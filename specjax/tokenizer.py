@@ -59,9 +59,8 @@ def load_tokenizer(path: str | Path):
     for name in TOKENIZER_FILES:
         if problem := pointer_problem(path / name):
             raise CheckpointError(problem)
-    if not any(
-        (path / name).is_file() for name in _VOCABULARIES
-    ):  # transformers makes an empty one
+    # Without one transformers makes an empty vocabulary.
+    if not any((path / name).is_file() for name in _VOCABULARIES):
         raise CheckpointError(
             f"{path} has tokenizer files and no vocabulary; expected tokenizer.json: copy the "
             "model's tokenizer files there"

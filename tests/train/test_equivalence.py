@@ -5,7 +5,7 @@ Each pair goes through the reward `math_verify` as a run calls it: the answer bo
 
 import pytest
 
-from train.rewards.answers.equivalence import is_readable
+from train.rewards.answers.equivalence import same_answer
 from train.rewards.builtin import MATH_VERIFY, NUMBER
 
 RIGHT = [
@@ -197,7 +197,7 @@ def test_a_wrong_answer_scores_nothing(gold, answer):
 
 @pytest.mark.parametrize("gold", [gold for gold, _ in RIGHT])
 def test_every_gold_answer_is_won_by_itself_bare_or_wrapped(gold):
-    assert is_readable(gold)
+    assert same_answer(gold, gold)
     for written in (gold, f"${gold}$", f"\\({gold}\\)"):
         assert MATH_VERIFY(completion(gold), written) == 1.0
 
@@ -206,7 +206,7 @@ def test_every_gold_answer_is_won_by_itself_bare_or_wrapped(gold):
     "gold", [r"\frac{1}{", "((((", "", r"\sqrt{", "x = = 5", "x + + )", "(1, 2"]
 )
 def test_what_does_not_parse_is_no_gold_answer(gold):
-    assert not is_readable(gold)
+    assert not same_answer(gold, gold)
     assert MATH_VERIFY(completion("5"), gold) == 0.0
 
 

@@ -44,7 +44,7 @@ from train.rewards.workers import Setup, Workers
 Reward = Callable[..., Any]
 
 SECONDS = 10.0  # time limit of one comparison
-# Whether this process is ended when a reward is late: `train.rewards.workers` sets it.
+# Whether this process is ended when a reward is late: `load` sets it.
 has_time_limit = False
 
 
@@ -102,8 +102,8 @@ def _same_number(given: str, gold: str) -> bool:
     both have one. Fractions and mixed numbers are numbers (`train.rewards.answers.quantity`), a
     decimal may be rounded to six significant digits or cut off after seven, and `x = 5` is 5.
     """
-    mine, theirs = (read_quantity(_NAMED.sub("", text)) for text in (stated_gold(gold), given))
-    return mine is not None and theirs is not None and mine.equals(theirs)
+    wanted, got = (read_quantity(_NAMED.sub("", text)) for text in (stated_gold(gold), given))
+    return wanted is not None and got is not None and wanted.equals(got)
 
 
 _NAMED = re.compile(r"^[\s$]*\\?[a-zA-Z][\w ]*=")  # `x = 5`
@@ -140,9 +140,9 @@ def same_formula(given: str, gold: str) -> bool:
       TimeoutError: the comparison was late, or ended its process.
     """
     text = stated_gold(gold)
-    mine, theirs = read_quantity(text), read_quantity(given)
-    if mine and theirs:
-        return mine.equals(theirs)
+    wanted, got = read_quantity(text), read_quantity(given)
+    if wanted and got:
+        return wanted.equals(got)
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "reward 'math_verify' needs the math-verify package; install it, or use the "

@@ -61,11 +61,6 @@ def same_answer(gold: str, found: str) -> bool:
     return bool(gold and found) and _same(gold, found)
 
 
-def is_readable(gold: str) -> bool:
-    """Whether a gold answer parses, so that other spellings of it can be recognised."""
-    return same_answer(gold, gold)
-
-
 def _same(gold: str, found: str) -> bool:
     """Compares by the first of `_KINDS` that applies; as formulas if none does."""
     for kind in _KINDS:
