@@ -113,11 +113,7 @@ def _generate(
         if (line := llm.engine.slower_than_plain()) is not None:
             _print(f"{line}; strategy=off decodes plainly")
     if llm.telemetry is not None:  # why drafts were rejected
-        from rich.console import Console
-
-        from specjax.telemetry.__main__ import tables_of
-
-        Console(stderr=True, highlight=False).print(*tables_of(llm.telemetry.summary()), sep="\n")
+        _print(str(llm.telemetry.summary()))
     if failed:
         _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:

@@ -708,7 +708,6 @@ class Engine(BaseEngine):
             tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
             catch_up=catch_up,
-            opted_out=len(opted_out),
             ended=ended,
             context=context / rounds if rounds else None,
         )
