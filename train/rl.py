@@ -44,7 +44,6 @@ from train.heads.files import HeadCheckpoints
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
-from train.rollout_schema import SPELL
 from train.run import picture
 from train.run.files import complete_steps, read_metrics
 from train.run.start import Run, say, start
@@ -338,7 +337,7 @@ class StepWarnings:
             if self._flat == self._patience:
                 yield (
                     f"accept length has been {length:.2f} for {self._flat} steps: speculation only "
-                    f"costs time. {advice(trainer.source, SPELL)}"
+                    f"costs time. {advice(trainer.source)}"
                 )
         rollouts = trainer.rollouts
         if rollouts.zero is not None and not self._zero_shown:

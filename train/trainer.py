@@ -35,7 +35,6 @@ from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
 from specjax.settings import fingerprint
-from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.data import rows
@@ -77,7 +76,6 @@ from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
 from train.rollout.trace import TRACE_FILE, Trace
 from train.rollout.vocabulary import DraftVocabulary
-from train.rollout_schema import SPELL
 from train.run.start import find_policy
 from train.schema import RLConfig
 
@@ -184,9 +182,7 @@ class Trainer:
                 loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
                 _, self.source, self.source_params = loaded
         except (ValueError, OSError) as error:
-            text = spelled(error, SPELL)
-            prefix = "" if isinstance(error, SettingError) else "rollout.draft: "
-            raise ConfigError(f"{prefix}{text}") from error
+            raise ConfigError(f"rollout: {error}") from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -234,8 +230,8 @@ class Trainer:
         ids = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, ids)
-        except SettingError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
+        except ValueError as error:
+            raise ConfigError(f"rollout: {error}") from error
         self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
         self._give_vocabulary()
 

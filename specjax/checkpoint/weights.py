@@ -41,7 +41,6 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
@@ -355,7 +354,7 @@ def read_draft(
       weights: whether to read weights; else there are shapes in their place.
 
     Raises:
-      SettingError: it takes no overrides.
+      ValueError: it takes no overrides.
       CheckpointError: the file is damaged, holds no head, or does not fit the policy.
     """
     path = head_dir(path, target)
@@ -363,11 +362,9 @@ def read_draft(
     kind = class_of(files, target) if layout == HUGGING_FACE else kind_in(path, metadata_of(path))
     if overrides and not takes_overrides(path, kind):
         what = kind.noun if layout == HUGGING_FACE else "in a checkpoint of specjax"
-        raise SettingError(
-            lambda spell: (
-                f"{spell('draft_overrides')} is about an EAGLE-3 head in files, a directory with "
-                f"config.json, and {spell('draft', str(path))} is {what}; leave it out"
-            )
+        raise ValueError(
+            "draft_overrides is about an EAGLE-3 head in files, a directory with "
+            f"config.json, and draft={str(path)} is {what}; leave it out"
         )
     if layout == HUGGING_FACE:
         source = kind.read(files, target, overrides)

@@ -48,7 +48,6 @@ from specjax.engine.vocabulary import DraftedIds
 from specjax.interfaces import Draft, FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
-from specjax.spelling import Spell, python
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
@@ -313,7 +312,7 @@ class Engine(BaseEngine):
         """Looks anew at the accept length and at the tokens, for another head drafts from now on.
 
         Raises:
-          SettingError: the head drafts none of the ids that `token_map` lists.
+          ValueError: the head drafts none of the ids that `token_map` lists.
         """
         if self.drafted is not None:  # first, for it refuses some heads
             self.drafted.take_head(head)
@@ -751,12 +750,10 @@ class AcceptanceAlarm:
       source: what drafts.
 
     Attributes:
-      spell: function that spells settings in the warning.
       rounds: number of drafted rounds that were counted; 0 makes it count anew.
     """
 
     def __init__(self, source: Draft):
-        self.spell: Spell = python
         self.rounds = self._accepted = 0
         self._source = source
 
@@ -774,12 +771,11 @@ class AcceptanceAlarm:
         if self.is_done and (length := 1 + self._accepted / self.rounds) < LEAST:
             log.warning(
                 "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self.rounds, advice(self._source, self.spell),
+                length, self.rounds, advice(self._source),
             )  # fmt: skip
 
 
-def advice(source: Draft | None, spell: Spell = python) -> str:
-    """Says what to look at if hardly a drafted token is accepted; `spell` spells settings."""
+def advice(source: Draft | None) -> str:
+    """Says what to look at if hardly a drafted token is accepted."""
     text = "" if source is None else source.suspects()
-    text = text.replace("draft_overrides", spell("draft_overrides"))
     return text[:1].upper() + text[1:] or "Is the draft the one that belongs to this policy?"

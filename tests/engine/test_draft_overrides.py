@@ -16,7 +16,6 @@ from specjax.checkpoint.draft_files import save_draft_files
 from specjax.checkpoint.weights import describe_head, save_model, source_in
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine.sources import load_head
-from specjax.spelling import SettingError
 
 RIGHT = {"norm_before_residual": True}
 
@@ -69,7 +68,7 @@ def test_what_is_no_head_in_files_takes_no_switches(heads, thin_policy, thin_mod
     for path, what in found:
         spec = SpecConfig("1_1_2", draft=str(path), draft_overrides=RIGHT)
         refused = f"draft_overrides is about an EAGLE-3 head in files.* is {what}; leave it out"
-        with pytest.raises(SettingError, match=refused):
+        with pytest.raises(ValueError, match=refused):
             LLM((cfg, policy, None), spec, max_batch=1, max_len=32)
 
 

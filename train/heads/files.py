@@ -52,7 +52,7 @@ def starting_head(
       policy: parameters of the policy, from which a new head starts; None: it is random.
 
     Raises:
-      SettingError: the policy's checkpoint has no head, or the path does not exist.
+      ValueError: the policy's checkpoint has no head, or the path does not exist.
       CheckpointError: the head at the path is damaged or does not fit the policy.
     """
     # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
@@ -72,7 +72,7 @@ def head_shapes(
       own: what `specjax.checkpoint.weights.read_head` returned of the policy's checkpoint.
 
     Raises:
-      SettingError: as in `starting_head`.
+      ValueError: as in `starting_head`.
     """
     if spec.draft == "checkpoint":
         if own is None:
