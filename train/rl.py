@@ -40,7 +40,6 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
-from train.heads.files import HeadCheckpoints
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
@@ -89,9 +88,8 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     say(f"run {out}: steps {first} to {cfg.steps}, set-up {time.perf_counter() - began:.0f} s")
     labels, begin = trainer.scorer.labels, run.first_logged
     log = SampleLog(out, cfg.log.samples, cfg.seed, trainer.tokenizer, labels, begin)
-    keep, about = cfg.checkpoint.keep_last, trainer.about_head
-    with log as samples, HeadCheckpoints(out / "draft", trainer.model, keep, about) as heads:
-        _steps(run, trainer, samples, heads)
+    with log as samples:
+        _steps(run, trainer, samples)
     if distributed.is_first():
         run.log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
@@ -104,7 +102,7 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     return plot
 
 
-def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoints) -> None:
+def _steps(run: Run, trainer: Trainer, samples: SampleLog) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     cfg, warnings = trainer.cfg, StepWarnings(trainer)
 
@@ -137,9 +135,6 @@ def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoint
         for line in warnings.check(step, metrics):
             say(line)
         due = bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
-        if cfg.checkpoint.draft_only and trainer.head is not None:
-            if due or not run.goes_on():
-                heads.save(step, trainer.head)
         run.end_step(due)
 
 

@@ -332,12 +332,9 @@ class RLCheckpointSection(CheckpointSection):
 
     Attributes:
       export: write a Hugging Face directory <out>/hf at the end.
-      draft_only: also save the head alone, without embedding and lm_head, asynchronously, under
-        <out>/draft/<step>.
     """
 
     export: bool = True
-    draft_only: bool = option(False, needs=("rollout.speculates", "rollout.drafts_by_network"))
 
 
 @dataclass
