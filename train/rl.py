@@ -57,11 +57,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     Every process of a job calls it; the first process writes logs, plot and export.
     """
     out = Path(cfg.out)
-    # Before the first call that starts jax's backends, and so before processes can agree on a
-    # directory. Each finds the same one, because they share `out`, which `start` checks.
-    if cfg.deterministic:
+    if cfg.deterministic:  # before the first call that starts jax's backends
         try:
-            determinism.set_up(out if resume else _fresh(out))
+            determinism.set_up()
         except ValueError as error:
             raise ConfigError(str(error)) from error
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
@@ -212,10 +210,12 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     if line := generation_config_line(cfg, trainer.model):
         yield line
     yield trainer.dtype_line
-    if cfg.deterministic:
-        yield determinism.line()
-    elif run.resumed and (warning := determinism.without()):
-        yield f"WARNING: {warning}"
+    if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
+        yield (
+            "WARNING: on a GPU XLA chooses algorithms by measuring them, so that the last bits of "
+            "this run may differ from those of a run that was never stopped; deterministic=true "
+            "measures nothing"
+        )
     yield f"rollouts: {trainer.warm_up()}"
     dtype = trainer.engine.runner.cfg.run.compute_dtype
     for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):

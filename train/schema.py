@@ -541,8 +541,8 @@ class RLConfig(Trained):
       draft: the draft head.
       packing: training batches.
       eval: evaluation.
-      deterministic: on a GPU, run the same algorithms in every process, and none that adds by
-        atomics: a run and its repetitions, --resume included, then have the same bits.
+      deterministic: on a GPU, run XLA's default algorithms, and none that adds by atomics: a run
+        and its repetitions, --resume included, then have the same bits.
       checkpoint: checkpoints.
       log: what the run shows.
       distributed: the processes of the job.
