@@ -62,7 +62,10 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--strategy", "off"]
     assert main([*asked, "--max-len", "32"]) == 0
     said = capsys.readouterr().err
-    assert "specjax generate: arithmetic in float32" in said and "(the checkpoint is in bfloat16)" in said
+    assert (
+        "specjax generate: arithmetic in float32" in said
+        and "(the checkpoint is in bfloat16)" in said
+    )
     section = EngineSection(max_batch=1, max_len=32)
     off = SpeculationSection(strategy="off")
     served = load_llm(ServeConfig(model=str(half), engine=section, speculation=off))

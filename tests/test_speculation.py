@@ -13,6 +13,8 @@ from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SpecConfig, verify
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import Head, describe, describe_head
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig
 from specjax.control.config import Speculation
@@ -21,7 +23,6 @@ from specjax.kernels.names import ATTENTION
 from specjax.settings import keys_of
 from specjax.verify.__main__ import VerifyConfig
 from train import rl, sft
-from train.heads.files import HeadCheckpoints
 from train.schema import RLConfig, SFTConfig
 
 ENTRIES = {
@@ -152,15 +153,16 @@ def heads(thin_policy, tmp_path_factory):
     model, policy, _ = hf.load_checkpoint(thin_policy)
     head = init_head_params(model, 11)
     hf.save_head(directory / "head.safetensors", model, head)
-    with HeadCheckpoints(directory / "draft", model, keep_last=1) as saved:
-        saved.save(7, head)
-    paths = {"file": "head.safetensors", "draft": "draft/7", "newest": "draft"}
+    with Checkpointer(directory / "run" / "checkpoints") as checkpoints:
+        meta = describe(model, None, describe_head(Head(MTPSource(model), head)))
+        checkpoints.save(7, {"policy": policy, "draft": head}, meta, block=True)
+    paths = {"file": "head.safetensors", "run": "run", "newest": "run/checkpoints"}
     return {name: str(directory / path) for name, path in paths.items()}, head
 
 
 @pytest.mark.parametrize(
     ("entry", "layout"),
-    [("LLM", "file"), ("LLM", "draft"), ("LLM", "newest"), ("serve", "file"), ("generate", "draft"),
+    [("LLM", "file"), ("LLM", "run"), ("LLM", "newest"), ("serve", "file"), ("generate", "run"),
      ("verify", "file")],
 )  # fmt: skip
 def test_a_head_at_a_path_drafts(entry, layout, heads, thin_policy):
@@ -186,11 +188,9 @@ def test_a_head_that_is_not_there_is_named(entry, thin_policy):
 def test_a_head_of_another_policy_is_refused(heads, thin_policy, tmp_path):
     model, _, _ = hf.load_checkpoint(thin_policy)
     wide = model.replace(hidden_size=32)
-    with HeadCheckpoints(tmp_path, wide, keep_last=1) as saved:
-        saved.save(1, init_head_params(wide, 0))
-    for path in (tmp_path / "1", tmp_path):
-        with pytest.raises(CheckpointError, match="does not fit the model config; wrong weights"):
-            loaded("LLM", str(thin_policy), str(path))
+    hf.save_head(tmp_path / "wide.safetensors", wide, init_head_params(wide, 0))
+    with pytest.raises(CheckpointError, match="does not fit the model config; wrong weights"):
+        loaded("LLM", str(thin_policy), str(tmp_path / "wide.safetensors"))
 
 
 @pytest.mark.parametrize("control", ["ema", {"controller": "ema"}, ControlConfig("ema")])

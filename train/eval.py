@@ -191,7 +191,7 @@ def _leave_training_out(cfg: EvalConfig) -> None:
             )
     if cfg.draft.mode != "none":
         cfg.draft.mode = "auto"
-    cfg.draft.spot.enabled = cfg.checkpoint.draft_only = False
+    cfg.draft.spot.enabled = False
     cfg.mesh = MeshConfig()  # rollout.replicas and rollout.tp say which devices evaluate
     names = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
     if cfg.eval.sets and not names & given_in(cfg):

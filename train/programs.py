@@ -276,7 +276,6 @@ def settle_drafting(
     trained = {
         "draft.mode=online": cfg.draft.mode == "online",
         "draft.spot.enabled=true": cfg.draft.spot.enabled,
-        "checkpoint.draft_only=true": cfg.checkpoint.draft_only,
     }
     wrong = [setting for setting, is_on in trained.items() if is_on]
     if wrong and not trains(drafting.kind):

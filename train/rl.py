@@ -40,7 +40,6 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
-from train.heads.files import HeadCheckpoints
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
@@ -57,11 +56,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     Every process of a job calls it; the first process writes logs, plot and export.
     """
     out = Path(cfg.out)
-    # Before the first call that starts jax's backends, and so before processes can agree on a
-    # directory. Each finds the same one, because they share `out`, which `start` checks.
-    if cfg.deterministic:
+    if cfg.deterministic:  # before the first call that starts jax's backends
         try:
-            determinism.set_up(out if resume else _fresh(out))
+            determinism.set_up()
         except ValueError as error:
             raise ConfigError(str(error)) from error
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
@@ -88,9 +85,8 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     say(f"run {out}: steps {first} to {cfg.steps}, set-up {time.perf_counter() - began:.0f} s")
     labels, begin = trainer.scorer.labels, run.first_logged
     log = SampleLog(out, cfg.log.samples, cfg.seed, trainer.tokenizer, labels, begin)
-    keep, about = cfg.checkpoint.keep_last, trainer.about_head
-    with log as samples, HeadCheckpoints(out / "draft", trainer.model, keep, about) as heads:
-        _steps(run, trainer, samples, heads)
+    with log as samples:
+        _steps(run, trainer, samples)
     if distributed.is_first():
         run.log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
@@ -103,7 +99,7 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     return plot
 
 
-def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoints) -> None:
+def _steps(run: Run, trainer: Trainer, samples: SampleLog) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     cfg, warnings = trainer.cfg, StepWarnings(trainer)
 
@@ -136,9 +132,6 @@ def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoint
         for line in warnings.check(step, metrics):
             say(line)
         due = bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
-        if cfg.checkpoint.draft_only and trainer.head is not None:
-            if due or not run.goes_on():
-                heads.save(step, trainer.head)
         run.end_step(due)
 
 
@@ -216,10 +209,12 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     if line := generation_config_line(cfg, trainer.model):
         yield line
     yield trainer.dtype_line
-    if cfg.deterministic:
-        yield determinism.line()
-    elif run.resumed and (warning := determinism.without()):
-        yield f"WARNING: {warning}"
+    if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
+        yield (
+            "WARNING: on a GPU XLA chooses algorithms by measuring them, so that the last bits of "
+            "this run may differ from those of a run that was never stopped; deterministic=true "
+            "measures nothing"
+        )
     yield f"rollouts: {trainer.warm_up()}"
     dtype = trainer.engine.runner.cfg.run.compute_dtype
     for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):

@@ -332,12 +332,9 @@ class RLCheckpointSection(CheckpointSection):
 
     Attributes:
       export: write a Hugging Face directory <out>/hf at the end.
-      draft_only: also save the head alone, without embedding and lm_head, asynchronously, under
-        <out>/draft/<step>.
     """
 
     export: bool = True
-    draft_only: bool = option(False, needs=("rollout.speculates", "rollout.drafts_by_network"))
 
 
 @dataclass
@@ -544,8 +541,8 @@ class RLConfig(Trained):
       draft: the draft head.
       packing: training batches.
       eval: evaluation.
-      deterministic: on a GPU, run the same algorithms in every process, and none that adds by
-        atomics: a run and its repetitions, --resume included, then have the same bits.
+      deterministic: on a GPU, run XLA's default algorithms, and none that adds by atomics: a run
+        and its repetitions, --resume included, then have the same bits.
       checkpoint: checkpoints.
       log: what the run shows.
       distributed: the processes of the job.

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import determinism
 from specjax.checkpoint.weights import (
     Head,
     describe,
@@ -33,7 +32,7 @@ from specjax.engine.start_up import StartUp
 from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
-from specjax.parallel import distributed, sharding
+from specjax.parallel import sharding
 from specjax.settings import fingerprint
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -611,29 +610,14 @@ class Trainer:
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "row_sizes": [*self.row_sizes],
-            "determinism": determinism.record(self._kernels),
             **describe(self.model, self.tokenizer_dir, self.about_head),
-        }
-
-    @property
-    def _kernels(self) -> dict[str, str]:
-        """The names of the kernels that may change bits, by what they do."""
-        runner = self._any_engine.runner
-        source = runner.longest.source
-        network = None if source is None else source.network
-        models = {"training": self.policy.cfg, "rollouts": runner.cfg, "drafts": network}
-        return {
-            f"{name} of {who}": getattr(model.run, name)
-            for who, model in models.items()
-            if model is not None
-            for name in ("attention", "products")
         }
 
     def check(self, meta: Mapping[str, Any]) -> None:
         """Takes the sizes of a checkpoint's micro-batches.
 
         Raises:
-          ConfigError: the run would go on with another head, sizes of micro-batches, or bits.
+          ConfigError: the run would go on with another head or sizes of micro-batches.
         """
         require_same_head(meta, self.about_head, self.model)
         if self.draft is not None:  # which has an update for each; else they decide last bits alone
@@ -645,16 +629,6 @@ class Trainer:
                     f"does not divide them; resume with a divisor of {math.gcd(*sizes)}"
                 )
             self.row_sizes = tuple(sizes)
-        # The first process made the record; others may have no device of its engine.
-        kernels = distributed.of_first(lambda: self._kernels, "kernels")
-        other = determinism.difference(meta["determinism"], kernels)
-        # All processes raise, or none: the others would wait.
-        for process, reason in enumerate(distributed.gather(other, "determinism")):
-            if reason is not None:
-                raise ConfigError(
-                    f"deterministic=true, and process {process} would not go on with the same "
-                    f"bits: {reason}"
-                )
 
     def load(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Takes the content of a checkpoint, and compiles, so that measured costs are new."""

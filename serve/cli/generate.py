@@ -122,13 +122,7 @@ def _generate(
 def _with_defaults(llm: LLM, cfg: GenerateConfig) -> SamplingParams:
     """The sampling parameters of the command line over the model's defaults."""
     from specjax.models.generation_config import describe_defaults, sampling_defaults
-    from specjax.tokenizer import has_chat_template, require_template_options
 
-    if llm.tokenizer is not None and has_chat_template(llm.tokenizer):
-        try:
-            require_template_options(llm.tokenizer, cfg.chat_template_kwargs)
-        except ValueError as error:
-            raise UsageError(f"chat_template_kwargs: {error}") from error
     if line := describe_defaults(llm.generation, "generation_config=none"):
         _print(line)
     try:

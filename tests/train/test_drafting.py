@@ -116,7 +116,6 @@ def test_where_bits_would_reach_the_weights_nothing_is_chosen_by_the_clock(has_h
     [
         (["draft.mode=online"], False, "no draft head; set rollout.draft=random"),
         (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 has no effect"),
-        (["checkpoint.draft_only=true"], False, "draft_only=true has no effect"),
         (
             ["rollout.ngram_max=6"],
             True,

@@ -207,7 +207,7 @@ def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, 
     the process that has none."""
     out = tmp_path / "run"
     layout = {"mesh.data": 1, "rollout.replicas": 1, **NO_GAPS}
-    more = {"eval.problems": 3, "checkpoint.export": "true", "checkpoint.draft_only": "true"}
+    more = {"eval.problems": 3, "checkpoint.export": "true"}
     more |= EXACT
     printed = finish(start(thin_policy, out, 2, devices=2, **layout, **more, steps=2))
     assert printed[0].count("processes [1] have none for it") == 2, printed
@@ -218,7 +218,6 @@ def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, 
         assert_close(mine, theirs)
     assert_exact(records)
     assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()
-    assert (out / "draft" / "3").is_dir()
 
 
 # --- all of it together ---------------------------------------------------------------------------
@@ -308,7 +307,6 @@ LONG = {
     "steps": 500,
     "distributed.lost_after": 3,
     "checkpoint.every": 2,
-    "checkpoint.draft_only": "true",
 }
 
 

@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.store import load_draft
 from specjax.checkpoint.weights import Head
 from specjax.command_line import parse_config
 from specjax.drafts.mtp import MTPSource
@@ -51,7 +50,7 @@ def same(a, b) -> bool:
 def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 1}
-    changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true", "log.samples": 1000}
+    changes |= {"checkpoint.keep_last": 2, "log.samples": 1000}
     rows = out.with_name("rows.jsonl")
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}\n' for i in range(3)))
     changes |= {"eval.sets.own.path": rows, "eval.sets.own.n": 3, "eval.sets.own.reward": "number"}
@@ -140,18 +139,8 @@ def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
         assert all(set(row["origins"]) <= {"d", "b", "p"} for row in of_set)
 
 
-def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
-    assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
-    head, meta = load_draft(run / "draft" / "3")
-    assert same(head, hf.load_checkpoint(run / "hf")[2])
-    assert not same(head, load_draft(run / "draft" / "2")[0])
-    names = {p.key for path, _ in jax.tree_util.tree_leaves_with_path(head) for p in path}
-    assert not names & {"embed", "lm_head"}
-    assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
-
-
-@pytest.mark.parametrize("source", ["draft/3", "hf"])
-def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, source):
+@pytest.mark.parametrize("source", ["checkpoints", "hf"])
+def test_a_run_starts_from_the_head_of_another_run(run, thin_policy, source):
     model, _, own = hf.load_checkpoint(thin_policy)
     own_head = Head(MTPSource(model), own)
     _, found = starting_head(SpecConfig(draft=str(run / source)), model, own_head, None)
