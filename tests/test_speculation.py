@@ -51,8 +51,8 @@ CHANGED = [
     (["acceptance=block"], SpecConfig(acceptance="block"), None),
     (["draft=random", "draft_kind=eagle3"], SpecConfig(draft="random", draft_kind="eagle3"), None),
     (
-        ["draft=d", "draft_overrides={backbone: qwen3}", "draft_vocab=16", "token_map=m"],
-        SpecConfig(draft="d", draft_overrides={"backbone": "qwen3"}, draft_vocab=16, token_map="m"),
+        ["draft=d", "draft_vocab=16", "token_map=m"],
+        SpecConfig(draft="d", draft_vocab=16, token_map="m"),
         None,
     ),
     (

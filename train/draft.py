@@ -341,7 +341,6 @@ class HeadTrainer:
             )
         except ValueError as error:
             raise ConfigError(spelled(error, SPELL)) from error
-        engine.alarm = None  # a new head gains nothing yet; `not_learnt` speaks at the end
         return engine
 
     def _begin_evaluation(self) -> None:
@@ -494,7 +493,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
         _updates(run, trainer)
     if warning := not_learnt(cfg, read_metrics(run.out), trainer.curve):
         bar = "!" * 100
-        say(f"{bar}\nWARNING: {warning}. {trainer.source.suspects()}\n{bar}")
+        say(f"{bar}\nWARNING: {warning}\n{bar}")
     if trainer.curve.points:
         lengths, ngrams = trainer.curve.points[-1]["accept_length"], trainer.curve.ngram
         for temperature in lengths:

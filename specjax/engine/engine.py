@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ import numpy as np
 
 from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
-from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
 from specjax.decode.report import Rejections
@@ -45,10 +43,9 @@ from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
-from specjax.interfaces import Draft, FinishedSample
+from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
-from specjax.spelling import Spell, python
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
@@ -57,10 +54,6 @@ PREFILL_ROWS = 8  # the most prompts that one prefill reads
 # and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
 # which is 17 units. These give 29.
 MEASURING_COST, PLAIN_COST, DRAFTING_COST = 1, 1, 3
-ALARM_ROUNDS = 300  # rounds of samples that drafted, after which the accept length is looked at
-LEAST = 1.05  # accept length below which a draft is not the one for its target, or is run wrongly
-
-log = logging.getLogger(__name__)
 
 
 class Engine(BaseEngine):
@@ -79,7 +72,6 @@ class Engine(BaseEngine):
       more: further arguments of `Runner`.
 
     Attributes:
-      alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
       runner: the device side: weights, state and executables.
       scheduler: slots, pages and the queue.
       controller: the controller that chooses the strategy of each chunk.
@@ -140,10 +132,7 @@ class Engine(BaseEngine):
             self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
         self.preemptions = 0
-        # A draft without weights may find nothing, and a new head has not learnt anything yet.
-        checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
-        self.alarm = AcceptanceAlarm(source) if checked else None
-        self._watched: Params | None = None  # the head that was looked at last
+        self._watched: Params | None = None  # the head whose tokens were looked at last
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
@@ -310,16 +299,13 @@ class Engine(BaseEngine):
             self.preempt(sample, keep)
 
     def _look_at(self, head: Params) -> None:
-        """Looks anew at the accept length and at the tokens, for another head drafts from now on.
+        """Looks anew at the tokens that are drafted, for another head drafts from now on.
 
         Raises:
           SettingError: the head drafts none of the ids that `token_map` lists.
         """
-        if self.drafted is not None:  # first, for it refuses some heads
+        if self.drafted is not None:
             self.drafted.take_head(head)
-        if self.alarm is not None:
-            self.alarm.rounds = 0
-        if self.drafted is not None or self.alarm is not None:
             self._watched = head
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
@@ -698,8 +684,6 @@ class Engine(BaseEngine):
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
-        elif self.alarm is not None and not opted_out:
-            self.alarm.add(accepted[accepted >= 0])
         observation = functools.partial(
             Observation,
             batch_size=len(sequences),
@@ -741,46 +725,3 @@ def _rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
         accepted=np.where(begins >= ends, -1, rejections.accepted),
         emitted=rejections.emitted & (rejections.position < ends),
     )
-
-
-class AcceptanceAlarm:
-    """Warns once of a head of which hardly a drafted token is accepted.
-
-    It looks at the accept length of the first `ALARM_ROUNDS` drafted rounds with each head.
-
-    Args:
-      source: what drafts.
-
-    Attributes:
-      spell: function that spells settings in the warning.
-      rounds: number of drafted rounds that were counted; 0 makes it count anew.
-    """
-
-    def __init__(self, source: Draft):
-        self.spell: Spell = python
-        self.rounds = self._accepted = 0
-        self._source = source
-
-    @property
-    def is_done(self) -> bool:
-        """Whether enough rounds were counted."""
-        return self.rounds >= ALARM_ROUNDS
-
-    def add(self, accepted: np.ndarray) -> None:
-        """Counts the tokens that drafted rounds accepted, until `is_done`; logs the warning."""
-        if self.is_done:
-            return
-        self._accepted = int(accepted.sum()) + (self._accepted if self.rounds else 0)
-        self.rounds += accepted.size
-        if self.is_done and (length := 1 + self._accepted / self.rounds) < LEAST:
-            log.warning(
-                "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self.rounds, advice(self._source, self.spell),
-            )  # fmt: skip
-
-
-def advice(source: Draft | None, spell: Spell = python) -> str:
-    """Says what to look at if hardly a drafted token is accepted; `spell` spells settings."""
-    text = "" if source is None else source.suspects()
-    text = text.replace("draft_overrides", spell("draft_overrides"))
-    return text[:1].upper() + text[1:] or "Is the draft the one that belongs to this policy?"

@@ -221,9 +221,6 @@ class LLM:
         self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
-        for one in engines:
-            if one.alarm is not None:
-                one.alarm.spell = spell
         for line in engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, self.head if self.spec else None)
