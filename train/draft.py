@@ -327,7 +327,7 @@ class HeadTrainer:
           ConfigError: settings do not fit the policy.
         """
         roll = self.cfg.rollout
-        config = EngineConfig(attention=self.cfg.attention, named_strategies=False)
+        config = EngineConfig(attention=self.cfg.attention)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),

@@ -34,7 +34,7 @@ from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
 from specjax.engine import settings
 from specjax.engine.base import BaseEngine
-from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
+from specjax.engine.chunks import Chunk, InFlight, choose_program, next_chunk
 from specjax.engine.pages import PagePool
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
@@ -176,8 +176,9 @@ class Engine(BaseEngine):
             runner.rewritten,
             expected_length if self.config.order == "longest_first" else None,
         )
-        self._in_flight, self._next_chunk = InFlight(runner), NextChunk(runner)
-        self._rows = 0  # what `NextChunk.rows` returned when pages were reserved last
+        self._in_flight = InFlight(runner)
+        # The batch size that decides how many rounds the next chunk has.
+        self._rows = 0
         self._events: list[Finished] = []
         self._ended: dict[int, None] = {}  # slots of ended samples, the latest last
         self.others_wait = False
@@ -196,9 +197,7 @@ class Engine(BaseEngine):
             rows[width] = several
         for bucket in self.buckets:
             strategies[bucket] = [
-                name
-                for name in self.runner.plans
-                if self.config.named_strategies or self.controller.may_choose(name, smallest)
+                name for name in self.runner.plans if self.controller.may_choose(name, smallest)
             ]
             smallest = bucket + 1
         return Programs(self.runner, rows, strategies)
@@ -522,9 +521,8 @@ class Engine(BaseEngine):
     def _make_room(self) -> None:
         """Reserves pages for what running samples may emit; preempts the latest if need be."""
         scheduler = self.scheduler
-        self._rows = self._next_chunk.rows(
-            len(scheduler.running), self.batch, scheduler.has_waiting
-        )
+        full = scheduler.has_waiting or self.runner.plan.invariant
+        self._rows = self.batch if full else min(max(len(scheduler.running), 1), self.batch)
         while True:
             scheduler.ahead = self._in_flight.max_tokens + self.runner.most_tokens(self._rows)
             latest = scheduler.reserve()
@@ -602,11 +600,15 @@ class Engine(BaseEngine):
         samples = [s for s in running if s.job.limit - s.length > certain[s]]
         if not samples:
             return False
-        # Further samples, not in the row map, wait for rows that become free.
-        others = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
-        controller = self._controller_for(min(len(samples), self.batch))
-        chunk = self._next_chunk(
-            samples, self.batch, self._rows, self.buckets, controller, self.unfinished, others
+        chunk = next_chunk(
+            runner,
+            samples,
+            self.batch,
+            self._rows,
+            self.buckets,
+            self._controller_for(min(len(samples), self.batch)),
+            self.unfinished,
+            others_wait=self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
         )
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from_others else []
@@ -679,7 +681,6 @@ class Engine(BaseEngine):
           context: tokens in the caches of all slots, summed over the rounds in which they ran.
         """
         rounds, sequences = int(result.rounds), chunk.sequences
-        opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
@@ -692,7 +693,6 @@ class Engine(BaseEngine):
             tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
             catch_up=catch_up,
-            opted_out=len(opted_out),
             ended=ended,
             context=context / rounds if rounds else None,
         )
