@@ -18,7 +18,7 @@ from specjax.checkpoint.weights import Head, describe, describe_head
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig
 from specjax.control.config import Speculation
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import MTPSource, init_head_params
 from specjax.kernels.names import ATTENTION
 from specjax.settings import keys_of
 from specjax.verify.__main__ import VerifyConfig
@@ -49,8 +49,8 @@ CHANGED = [
     (["acceptance=block"], SpecConfig(acceptance="block"), None),
     (["draft=random", "draft_kind=eagle3"], SpecConfig(draft="random", draft_kind="eagle3"), None),
     (
-        ["draft=d", "draft_overrides={backbone: qwen3}", "draft_vocab=16", "token_map=m"],
-        SpecConfig(draft="d", draft_overrides={"backbone": "qwen3"}, draft_vocab=16, token_map="m"),
+        ["draft=d", "draft_vocab=16", "token_map=m"],
+        SpecConfig(draft="d", draft_vocab=16, token_map="m"),
         None,
     ),
     (

@@ -325,7 +325,7 @@ class HeadTrainer:
           ConfigError: settings do not fit the policy.
         """
         roll = self.cfg.rollout
-        config = EngineConfig(attention=self.cfg.attention, named_strategies=False)
+        config = EngineConfig(attention=self.cfg.attention)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),
@@ -492,7 +492,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
         _updates(run, trainer)
     if warning := not_learnt(cfg, read_metrics(run.out), trainer.curve):
         bar = "!" * 100
-        say(f"{bar}\nWARNING: {warning}. {trainer.source.suspects()}\n{bar}")
+        say(f"{bar}\nWARNING: {warning}\n{bar}")
     if trainer.curve.points:
         lengths, ngrams = trainer.curve.points[-1]["accept_length"], trainer.curve.ngram
         for temperature in lengths:

@@ -174,7 +174,7 @@ def _engines(
         scan_layers=cfg.rollout.scan_layers, remat=False, sequence_parallel=False
     )
     config = cfg.rollout.engine_config()
-    config = dataclasses.replace(config, attention=cfg.attention, named_strategies=False)
+    config = dataclasses.replace(config, attention=cfg.attention)
 
     def engine(mesh: Mesh) -> Engine:
         drafts_with = source

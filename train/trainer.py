@@ -134,10 +134,7 @@ class Trainer:
         self.model = as_computed(cfg, model)
         self.about_head = None
         if self.head is not None:
-            try:
-                self.about_head = describe_head(Head(self.source, self.head))
-            except ValueError as error:  # files have no key for a setting by hand
-                raise ConfigError(f"rollout.draft: {error}") from error
+            self.about_head = describe_head(Head(self.source, self.head))
         eos_ids = self.model.eos_token_ids
         self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
@@ -194,8 +191,6 @@ class Trainer:
         self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
-        for engine in (*built.engines, *built.eval_engines):  # `train.rl` has steps to judge by
-            engine.alarm = None
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = None

@@ -176,11 +176,6 @@ class BaseEngine(abc.ABC):
             check_job(job.where, job, self.limits)
             features = features_of(job, runner.cfg.vocab_size)
             self._checked = facts, features
-        if job.params.strategy not in (None, *runner.plans):
-            raise ValueError(
-                f"{job.where} asks for strategy {job.params.strategy!r}, and only "
-                f"{', '.join(runner.plans)} were compiled; list it among the controller's"
-            )
         limit, pages = min(job.limit, runner.max_len), runner.pages - 1
         if (wanted := runner.pages_of(limit)) > pages:
             raise ValueError(

@@ -44,8 +44,6 @@ class EngineConfig:
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
         turn of a conversation. Chunks then end early when slots become free, as they do while
         requests wait.
-      named_strategies: whether requests may name the strategy that they run by. If not, strategies
-        are not compiled ahead for batches for which the controller never chooses them.
     """
 
     chunk_tokens: int = 32
@@ -55,7 +53,6 @@ class EngineConfig:
     prefill_chunk: int = PREFILL_TOKENS
     order: str = option("fifo", choices=ORDERS)
     follow_ups: bool = option(False, internal=True)
-    named_strategies: bool = option(True, internal=True)
     attention: str = option("auto", choices=ATTENTION, own_path=True)
     products: str = option("auto", choices=ASKED, own_path=True)
     enforce_eager: bool = False

@@ -242,8 +242,7 @@ def load_source(
         files = FilesAt(find_draft_at(own_draft.path)) if own_draft and own_draft.path else None
         return cfg, source, source.load(files)
     if spec.draft_path is not None:
-        path, overrides = find_draft_at(spec.draft_path), dict(spec.draft_overrides)
-        head_read = read_draft(path, cfg, overrides, mesh, tokenizer)
+        head_read = read_draft(find_draft_at(spec.draft_path), cfg, mesh, tokenizer)
     elif name == RANDOM_DRAFT:
         kind = _class_of_word(name, spec)
         head_read = placed(Head(*kind.new(cfg, policy=policy, seed=spec.head_seed)), mesh)
@@ -341,7 +340,6 @@ def load_head(
     name: str,
     model: ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    overrides: Mapping[str, Any] | None = None,
     weights: bool = True,
 ) -> tuple[ModelConfig, Head]:
     """Loads a draft that is stored apart from its policy, by its path or id.
@@ -349,14 +347,14 @@ def load_head(
     Args:
       name: path or id, see `find_draft_at`.
       model: config of the policy, with or without a head of its own.
-      mesh, overrides, weights: see `read_draft`.
+      mesh, weights: see `read_draft`.
 
     Returns:
       the policy's config with what it says of the head, and the head.
 
     Raises:
-      ValueError: there is no such file or id, or it takes no overrides.
+      ValueError: there is no such file or id.
       CheckpointError: as in `read_draft`.
     """
-    head = read_draft(find_draft_at(name), model, overrides, mesh, weights=weights)
+    head = read_draft(find_draft_at(name), model, mesh, weights=weights)
     return head.source.target(model), head

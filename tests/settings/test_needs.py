@@ -99,8 +99,6 @@ SPECULATION = [
     ("strategy=off draft=ngram", "it needs speculation"),
     ("strategy=off control.controller=ema", "it needs speculation"),
     ("draft_kind=eagle3", "draft=random"),
-    ("draft_overrides={backbone: qwen3}", "it needs a head in files"),
-    ("draft=d draft_overrides={norm: true}", "unknown setting of the head 'norm'"),
     ("draft=checkpoint ngram_max=6", "draft is checkpoint"),
     ("draft=ngram token_map=m", "and not draft=ngram"),
     ("invariant=true acceptance=block", "is about equal tokens"),

@@ -68,8 +68,7 @@ def head_shapes(
         own = run_as(own, model.run)
         return model, Head(own, head_shapes_of(own))
     if spec.draft_path is not None:
-        overrides = dict(spec.draft_overrides)
-        return sources.load_head(spec.draft_path, model, overrides=overrides, weights=False)
+        return sources.load_head(spec.draft_path, model, weights=False)
     source = sources.source_of(model, spec)
     if spec.draft == "random":
         model, source = sources.new_source(model, spec)

@@ -60,7 +60,7 @@ def head_to_go_on_with(cfg: Any, target: ModelConfig) -> tuple[Draft, Params] | 
                 f"{error}"
             ) from error
         _require_kind(cfg, kind_of(path, target))
-        return load_head(str(path), target, overrides=cfg.draft_overrides)[1]
+        return load_head(str(path), target)[1]
 
 
 def start_head(

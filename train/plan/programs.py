@@ -197,9 +197,7 @@ class Shapes:
             return source_of(model, spec), None
         if drafting.kind is not ModelSource:
             path = str(self._find_draft(spec.draft_path))
-            source, head = load_head(
-                path, model, overrides=dict(spec.draft_overrides), weights=False
-            )[1]
+            source, head = load_head(path, model, weights=False)[1]
             return source, self._placed(head, source.axes())
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
