@@ -25,7 +25,6 @@ from train.loss.algo import AlgoSection, algo, choose_algo
 from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards.builtin import THINKS_FIRST
-from train.rewards.scoring import labels_of
 from train.rollout_schema import PENALTIES, RolloutSection
 
 
@@ -612,7 +611,6 @@ class RLConfig(Trained):
         for name in names:
             if name != "auto" or len(names) > 1:
                 REWARDS.check(name)
-        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
         least = getattr(self.algo, "least_samples", 2)
         if self.rollout.n < least:
             raise ValueError(

@@ -43,7 +43,7 @@ from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.algo import preset_line
 from train.loss.flops import UpdateSpeed, training_devices
 from train.loss.packing import Sample, empty_batch, pack, padding_share
-from train.loss.terms import KL, count_denominators, finalize_metrics
+from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -368,9 +368,6 @@ class Trainer:
         self._work, started = "policy update", time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
-        every = self.cfg.algo.ref_update_steps
-        if self.reference is not None and every and step % every == 0:
-            self.reference = jax.tree.map(jnp.copy, self.params)
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
@@ -509,12 +506,12 @@ class Trainer:
         return for_head, states_of_head
 
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
-        estimate, of_samples = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
+        """Estimates KL(policy || reference) by `k1` at each response token."""
+        of_samples = [None] * len(samples)
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
             placed, ids = self.policy.place(batch), batch["sample_ids"]
-            scores = [self._fetched_logprobs(p, placed) for p in (self.params, self.reference)]
-            kl = np.asarray(estimate(*scores))
+            kl = self._fetched_logprobs(self.params, placed)
+            kl = k1(kl, self._fetched_logprobs(self.reference, placed))
             for i in np.unique(ids[ids >= 0]).tolist():
                 generated = batch["positions"] >= len(samples[i].prompt_ids)
                 of_samples[i] = kl[(ids == i) & generated]

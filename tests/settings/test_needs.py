@@ -47,7 +47,6 @@ REFUSED = [
     ("rl", "draft.spot.enabled=true rollout.strategy=off rollout.replicas=2", "none to train"),
     ("rl", "algo=dapo algo.overlong_buffer_len=2000 rollout.max_tokens=100", "at most"),
     ("rl", "algo.clip_ratio=0.1", "it needs tokens of an older policy"),
-    ("rl", "algo.objective=gspo algo.importance_sampling_level=sequence", "it needs algo.tis"),
     ("rl", "algo.objective=gpro", "algo.objective: unknown objective 'gpro'"),
     ("rl", "algo=dapa", "algo.preset: unknown 'dapa'; did you mean 'dapo'?"),
     ("rl", "algo=rloo algo.normalize_std=false", "unknown key 'algo.normalize_std'"),
