@@ -102,7 +102,6 @@ def with_effect(program: type, settings: dict) -> list[str]:
 # Settings that no program of a rollout, or of the policy, depends on.
 OF_NO_ROLLOUT = {
     "prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order", "exact_mode",
-    "draft_vocab_every", "draft_vocab_decay",
 }  # fmt: skip
 OF_NO_UPDATE = {
     "dynamic_sampling", "max_num_gen_batches", "preset", "normalize_std", "kl_coef",

@@ -82,7 +82,6 @@ _OF_TRAINING = (
     "dtype.params", "data.train_size", "data.unwinnable", "eval.every", "eval.before",
     "rollout.prompts", "rollout.n", "rollout.over_sample", "rollout.partial",
     "rollout.max_staleness", "rollout.exact_mode",
-    "rollout.draft_vocab_every", "rollout.draft_vocab_decay",
 )  # fmt: skip
 
 

@@ -469,7 +469,7 @@ class SFTConfig(Trained):
                 "no demonstration: raise packing.row_length, or set data.overlong_prompts=drop"
             )
         if self.draft.mode == "auto":
-            self.draft.mode = "online" if self.draft.moves else "frozen"
+            self.draft.mode = "online"
         self.optim.settle(is_new=self.init is None)
         if self.init is None:  # else the checkpoint decides
             self.draft.optim.settle(is_new=True)
@@ -633,7 +633,7 @@ class RLConfig(Trained):
         elif self.draft.mode == "auto" and not self.rollout.speculates:
             self.draft.mode = "none"
         elif self.draft.mode == "auto" and self.rollout.draft in ("checkpoint", "random"):
-            self.draft.mode = "online" if self.draft.moves else "frozen"
+            self.draft.mode = "online"
         elif self.draft.mode == "auto" and self.rollout.draft == "ngram":
             self.draft.mode = "frozen"
         self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
@@ -642,7 +642,7 @@ class RLConfig(Trained):
     @property
     def trains_head(self) -> bool:
         """A draft head that is trained: one that drafts, with draft.mode=online."""
-        may_train = self.draft.mode in ("auto", "online") and self.draft.moves
+        may_train = self.draft.mode in ("auto", "online")
         return may_train and self.rollout.speculates and self.rollout.drafts_by_network
 
     @property
@@ -700,9 +700,8 @@ def _check_spot(cfg: RLConfig) -> None:
     if not cfg.trains_head:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
-            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g}, rollout.draft="
-            f"{cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; set "
-            "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
+            f"rollout.draft={cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; "
+            "set draft.mode=online and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:
         raise ValueError(

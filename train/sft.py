@@ -343,7 +343,7 @@ def describe_stages(cfg: SFTConfig) -> str:
             f"WARNING: optim.lr or optim.clip_norm is 0, so the policy learns nothing; {policy}"
         )
     if not head_steps(cfg):
-        mode = cfg.draft.describe_mode() if cfg.draft.mode != "online" else "draft_steps=0"
+        mode = f"draft.mode={cfg.draft.mode}" if cfg.draft.mode != "online" else "draft_steps=0"
         return f"{policy}; {mode}: the head is not trained, only exported"
     return (
         f"{policy}, then the draft head for {cfg.draft_steps} (draft_steps={cfg.draft_steps}; 0 "

@@ -213,20 +213,20 @@ class Trainer:
 
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
-        runner, roll, self.vocabulary = self._any_engine.runner, self.cfg.rollout, None
+        runner, self.vocabulary = self._any_engine.runner, None
         if runner.weights.ids is None:
             return
         size = self.model.vocab_size
         always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
-        every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
+        follows = spec.token_map is None and spec.by_token
         ids = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, ids)
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from error
-        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
+        self.vocabulary = DraftVocabulary(size, first, always, follows, ids)
         self._give_vocabulary()
 
     def _give_vocabulary(self) -> None:
