@@ -42,7 +42,7 @@ from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import LEAST, Engine
-from specjax.engine.request import Totals, make_jobs, require_valid
+from specjax.engine.request import make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
 from specjax.hub import portable
 from specjax.interfaces import Draft
@@ -92,6 +92,7 @@ from train.loss.packing import padding_share
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
 from train.run.files import read_metrics
+from train.run.live import sample_bar
 from train.run.start import Interrupted, Run, find_policy, require_unused, say, start
 
 HEAD = "head"  # directory of the exported head
@@ -207,19 +208,13 @@ class HeadTrainer:
         if done:
             say(f"samples: {done} of {blocks} blocks are there already")
         if done < blocks:
-            total = cfg.rollout.prompts * cfg.rollout.n
             say(
                 f"samples: {cfg.rollout.prompts} prompts x {cfg.rollout.n}, at temperature "
                 f"{cfg.rollout.temperature:g}; compiling first"
             )
             engine = self.engine(None, None, cfg.rollout.max_batch)
             engine.set_params(self.params)
-            with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
-
-                def show(ended: int, totals: Totals) -> None:
-                    bar.update(ended - bar.n)
-                    bar.set_postfix_str(f"{totals.tokens / max(totals.seconds, 1e-9):.0f} tok/s")
-
+            with sample_bar(cfg.rollout.prompts * cfg.rollout.n) as show:
                 try:
                     sampler.run(engine, self.model.eos_token_ids, show)
                 except KeyboardInterrupt:
