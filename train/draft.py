@@ -468,12 +468,11 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
         trainer = HeadTrainer(cfg)
         for line in trainer.notes:
             say(line)
+        trainer.notes = []
         if trainer.texts is None:
             check_samples(cfg, run.out, resume, trainer.tokenizer)
         trainer.begin(trainer.collect())
         run.restore(trainer, cfg.keep_last)
-        if run.resumed:
-            say(f"resumed at update {trainer.done_steps}")
         run.begin(cfg.model, trainer.total, CONSOLE)
         _updates(run, trainer)
     if warning := not_learnt(cfg, read_metrics(run.out), trainer.curve):

@@ -67,7 +67,6 @@ from train.rollout.replicas import (
     control_metrics,
     copies_for,
     gather_replicas,
-    idle_device_warnings,
     join_engines,
     write_telemetry,
 )
@@ -138,6 +137,7 @@ class Trainer:
         eos_ids = self.model.eos_token_ids
         self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
+        self.notes += self.drafting, self._compiling_line()
 
     def _read_inputs(self) -> None:
         """Reads model config, tokenizer and data, and checks them before anything is computed."""
@@ -146,7 +146,6 @@ class Trainer:
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
             self.copies = copies_for(self.mesh, self.replica_meshes)
-            warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
             lines = [settle_length(cfg, target), preset_line(cfg.algo)]
@@ -157,7 +156,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = [*warnings, *filter(None, lines), *inputs.notes, *about_sets]
+        self.notes = [*filter(None, lines), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
@@ -285,10 +284,17 @@ class Trainer:
             lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
-    def programs_to_compile(self) -> int:
-        """Counts the programs of rollouts that `warm_up` compiles."""
+    def _compiling_line(self) -> str:
+        """Writes the line before `warm_up`, which may take minutes."""
         engines = [*self.engines, *self._plain_engines]
-        return sum(engine.programs().count(self._features) for engine in engines)
+        count = sum(engine.programs().count(self._features) for engine in engines)
+        fewer = ""
+        if len(self._any_engine.runner.programs) > 1:
+            fewer = ", fewer in rollout.control.strategies"
+        return (
+            f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
+            f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
+        )
 
     @property
     def _features(self) -> tuple[Features]:

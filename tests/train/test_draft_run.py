@@ -236,7 +236,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(run, thin_policy, t
     for name, time in blocks.items():
         assert (out / "samples" / name).stat().st_mtime_ns == time, "it was generated again"
     draft.main([*arguments(thin_policy, out, **changes), "--resume"])
-    assert "resumed at update 4" in capsys.readouterr().out
+    assert "resumed at step 4" in capsys.readouterr().out
     assert_same_head(out, run)
     steps = [record["step"] for record in read_metrics(out)]
     assert steps == list(range(1, steps[-1] + 1))
