@@ -33,10 +33,8 @@ import numpy as np
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
-from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
 from train.rewards.scoring import RewardsFailedError
@@ -203,8 +201,6 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     """Yields what a run says of its rollouts before the first step, and compiles them."""
     cfg = trainer.cfg
     yield from trainer.start_lines()
-    if line := generation_config_line(cfg, trainer.model):
-        yield line
     yield trainer.dtype_line
     if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
         yield (
@@ -218,25 +214,6 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
         yield f"WARNING: {warning}"
     for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
         yield f"kept whole on every device: {line}"
-
-
-def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
-    params = cfg.rollout.sampling_params()
-    file = dict(sampling_defaults(model.generation))
-    if ("do_sample", False) in model.generation:
-        file["temperature"] = 0.0
-    differing = {name: value for name, value in file.items() if value != getattr(params, name)}
-    if max(params.top_k, differing.get("top_k", 0)) <= 0:
-        differing.pop("top_k", None)  # 0 and -1 both keep all tokens
-    if not differing:
-        return None
-    ours = ", ".join(f"rollout.{name}={getattr(params, name)}" for name in differing)
-    theirs = ", ".join(f"{name}={value}" for name, value in differing.items())
-    return (
-        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): set "
-        "these to sample as the file asks"
-    )
 
 
 def precision_warning(cfg: RLConfig, dtype: str) -> str | None:

@@ -87,18 +87,7 @@ class Verdict:
                 f"{ENOUGH_ACCEPTED} or more) are too few to test the acceptance rule; check the "
                 "draft's weights, use more samples, or try --draft ngram"
             )
-        return "\n".join([*lines, f"verdict: {verdict}", *self._limits()])
-
-    def _limits(self) -> list[str]:
-        """Says which bias the chi-square checks can see, and what more samples would show."""
-        fits = [check.figures for check in self.checks if "visible_bias" in check.figures]
-        if not fits:
-            return []
-        samples, bias = fits[0]["samples"], max(figures["visible_bias"] for figures in fits)
-        return [
-            f"{samples} samples show a bias of {bias:.3f} (total variation of three tokens) about "
-            f"every second time; --samples {16 * samples} would show one of {bias / 4:.3f}"
-        ]
+        return "\n".join([*lines, f"verdict: {verdict}"])
 
     def write(self, path: str | Path) -> None:
         """Writes JSON, in which null stands for an infinite statistic."""

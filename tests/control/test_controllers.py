@@ -125,7 +125,6 @@ def test_above_its_threshold_a_controller_does_not_speculate():
 def test_what_must_be_compiled():
     assert arms(ControlConfig("ema")) == ["1_1_2", "3_1_4", "7_1_8"]
     assert arms(ControlConfig("ema", ema=EmaConfig((0, 2)), bs_threshold=8)) == ["off", "2_1_3"]
-    assert arms(ControlConfig("ema", initial="8_4_32")) == ["8_4_32"]
     assert arms(ControlConfig("static", initial="4_1_5", bs_threshold=2)) == ["4_1_5", "off"]
     assert arms(ControlConfig("bandit", ("disable", "none", "2_1_3"))) == ["off", "2_1_3"]
     assert "off" in arms(ControlConfig())
@@ -153,6 +152,7 @@ def test_maps_configure_as_dataclasses_do():
         ({"strategies": "4_1_5"}, "strategies must be a list"),
         ({"strategies": ["4_1_9"]}, "use '4_1_5'"),
         ({"bs_threshold": -1}, "bs_threshold must be at least 0"),
+        ({"controller": "ema", "initial": "8_4_32"}, "chooses among chains"),
         ({"ema": {"alpha": 1}}, "unexpected keyword argument 'alpha'"),
     ],
 )
@@ -170,7 +170,6 @@ def test_a_wrong_configuration_is_refused(settings, message):
         (GoodputConfig, "prior", [1.5, math.nan]),
         (BanditConfig, "thresholds", [(), (2, 2), (0, 2)]),
         (BanditConfig, "epsilon", [1.5]),
-        (BanditConfig, "reward", ["speed"]),
         (EmaConfig, "candidate_steps", [(), (-1, 3), (1.5,)]),
         (EmaConfig, "ema_alpha", [0.0, math.nan]),
         (EmaConfig, "update_interval", [0]),
