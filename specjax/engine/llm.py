@@ -622,10 +622,7 @@ class LLM:
             bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
         with bar:
-            result = engine.generate(jobs, show if progress else None)
-        if (line := engine.slower_than_plain()) is not None:
-            log.log(logging.WARNING if progress else logging.INFO, "%s", line)
-        return result
+            return engine.generate(jobs, show if progress else None)
 
 
 def _one_of(params, sampling_params):

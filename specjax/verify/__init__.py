@@ -29,7 +29,6 @@ import numpy as np
 from specjax.checkpoint.weights import read_config, read_head
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
-from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import ControlConfig
 from specjax.engine.llm import LLM
 from specjax.engine.request import InvalidLogitsError
@@ -155,7 +154,6 @@ def check(
         source=llm.drafting.named(),
         dtype=llm.cfg.run.compute_dtype,
         checks=tuple(checks),
-        notes=tuple(_notes(llm)),
     )
 
 
@@ -183,16 +181,3 @@ def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
         got = f"token id {wrong[0]}" if wrong else "none"
         raise InputError(f"expected a prompt of token ids below {vocab}, got {got}")
     return ids
-
-
-def _notes(llm: LLM):
-    if llm.spec.draft == RANDOM_DRAFT:
-        yield (
-            "drafts come from a random head: verdicts are valid, but few drafts are accepted; "
-            "train a head, or use draft 'ngram', to test accepted drafts"
-        )
-    if llm.cfg.run.compute_dtype != "float32":
-        yield (
-            f"in {llm.cfg.run.compute_dtype} many differences are due to rounding; float32 is a "
-            "sharper test"
-        )

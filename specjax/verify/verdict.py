@@ -41,7 +41,6 @@ class Verdict:
     Attributes:
       model, strategy, acceptance, source, dtype: the model and the settings that were checked.
       checks: the checks, in the order in which they ran.
-      notes: remarks for the reader of the table.
     """
 
     model: str
@@ -50,7 +49,6 @@ class Verdict:
     source: str
     dtype: str
     checks: tuple[Check, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -76,7 +74,6 @@ class Verdict:
             f"model {self.model}, strategy {self.strategy}, acceptance {self.acceptance}, draft "
             f"source {self.source}, {self.dtype}"
         ]
-        lines += [f"note: {note}" for note in self.notes]
         for check in self.checks:
             lines.append(f"  {check.status:6}  {check.name:{width}}  {check.summary}")
             lines += [f"          {line}" for line in check.details]
