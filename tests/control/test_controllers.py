@@ -165,9 +165,7 @@ def test_a_wrong_configuration_is_refused(settings, message):
     ("config", "setting", "values"),
     [
         (GoodputConfig, "hysteresis", [-0.1]),
-        (GoodputConfig, "probe_fraction", [1.0]),
-        (GoodputConfig, "half_life", [0.0]),
-        (GoodputConfig, "prior", [1.5, math.nan]),
+        (GoodputConfig, "probe_fraction", [1.0, math.nan]),
         (BanditConfig, "thresholds", [(), (2, 2), (0, 2)]),
         (BanditConfig, "epsilon", [1.5]),
         (EmaConfig, "candidate_steps", [(), (-1, 3), (1.5,)]),

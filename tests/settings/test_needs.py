@@ -106,7 +106,7 @@ SPECULATION = [
     ("control.controller=static control.strategies=[1_1_2,2_1_3]", "static takes a single one"),
     ("control.controller=static control.initial=2_1_3 strategy=6_1_7", "that may choose it"),
     ("control.initial=2_1_3", "controller=static or ema"),
-    ("control.controller=bandit control.goodput.prior=0.1", "controller is bandit"),
+    ("control.controller=bandit control.goodput.hysteresis=0.1", "controller is bandit"),
 ]
 
 
