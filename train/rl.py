@@ -208,7 +208,7 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
         )
     yield f"rollouts: {trainer.warm_up()}"
     dtype = trainer.engine.runner.cfg.run.compute_dtype
-    if warning := precision_warning(cfg, dtype):
+    for warning in filter(None, (nothing_learnt(cfg), precision_warning(cfg, dtype))):
         yield f"WARNING: {warning}"
     for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
         yield f"kept whole on every device: {line}"
@@ -233,6 +233,18 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
         "rollout.invariant=true, or one strategy without rollout.control and rollout.replicas=1"
         f"{'' if cfg.algo.tis else ', with rollout.dtype=float32'}"
     )
+
+
+def nothing_learnt(cfg: RLConfig) -> str | None:
+    """Writes the warning that settings leave the policy as it is; None if it can learn."""
+    roll, reason = cfg.rollout, None
+    if cfg.optim.lr == 0 or cfg.optim.clip_norm == 0:
+        reason = "optim.lr or optim.clip_norm is 0"
+    elif cfg.algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
+        reason = "by rollout.min_tokens every sample is long, and algo.mask_truncated leaves it out"
+    elif roll.temperature == 0 and roll.n > 1:
+        reason = "with rollout.temperature=0 all samples of a prompt are equal, and none is better"
+    return reason and f"the policy learns nothing: {reason}"
 
 
 PATIENCE = 3  # steps without gain before the warning about speculation: a head may learn

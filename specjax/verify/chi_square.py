@@ -124,6 +124,7 @@ def _check(
         "accept_length": totals.accept_length,
         "alpha": ALPHA,
         "temperature": params.temperature,
+        "visible_bias": visible_bias(fit),
         **fit._asdict(),
     }
     details = []
@@ -137,6 +138,17 @@ def _check(
         f"cells, p = {fit.p_value:.2g}"
     )
     return Check(name, PASSED if passed else FAILED, summary, tuple(details), figures)
+
+
+def visible_bias(fit: Fit) -> float:
+    """Returns the bias, as a total variation, that the test detects about every second time.
+
+    It assumes a bias that changes every probability by the same factor up or down: the statistic
+    then exceeds its degrees of freedom by samples * (2 TV)^2 on average.
+    """
+    freedom = max(fit.cells - 1, 1)
+    excess = stats.chi2.isf(ALPHA, freedom) - freedom
+    return float(np.sqrt(excess / max(fit.samples, 1)) / 2)
 
 
 class ExactJoint:

@@ -84,7 +84,15 @@ class Verdict:
                 f"{ENOUGH_ACCEPTED} or more) are too few to test the acceptance rule; check the "
                 "draft's weights, use more samples, or try --draft ngram"
             )
-        return "\n".join([*lines, f"verdict: {verdict}"])
+        lines.append(f"verdict: {verdict}")
+        if biases := [
+            c.figures["visible_bias"] for c in self.checks if "visible_bias" in c.figures
+        ]:
+            lines.append(
+                f"a bias of {max(biases):.3f} (total variation of three tokens) shows about every "
+                "second time, half of it with four times the --samples"
+            )
+        return "\n".join(lines)
 
     def write(self, path: str | Path) -> None:
         """Writes JSON, in which null stands for an infinite statistic."""

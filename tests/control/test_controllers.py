@@ -27,6 +27,9 @@ CONFIGS = {
     "goodput": ControlConfig(strategies=("off", "1_1_2", "4_1_5", "8_4_16", "4x2x1")),
     "untabled": ControlConfig(strategies=("2_1_3", "4_1_5")),
     "bandit": ControlConfig("bandit", ("8_4_32", "off", "2_1_3"), bandit=BanditConfig(window=4)),
+    "length": ControlConfig(
+        "bandit", ("8_4_32", "off"), bandit=BanditConfig(reward="accept_length")
+    ),
     "ema": ControlConfig("ema", ema=EmaConfig((0, 1, 3, 7), 0.5, 1, 2)),
     "static": ControlConfig("static", ("4_1_5",)),
     "gated": ControlConfig("goodput", ("off", "4_1_5"), bs_threshold=4),
@@ -168,6 +171,7 @@ def test_a_wrong_configuration_is_refused(settings, message):
         (GoodputConfig, "probe_fraction", [1.0, math.nan]),
         (BanditConfig, "thresholds", [(), (2, 2), (0, 2)]),
         (BanditConfig, "epsilon", [1.5]),
+        (BanditConfig, "reward", ["speed"]),
         (EmaConfig, "candidate_steps", [(), (-1, 3), (1.5,)]),
         (EmaConfig, "ema_alpha", [0.0, math.nan]),
         (EmaConfig, "update_interval", [0]),

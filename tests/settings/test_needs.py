@@ -42,6 +42,7 @@ REFUSED = [
     ("rl", "rollout.draft=ngram draft.mode=online", "it needs a head to train"),
     ("rl", "draft.mode=none rollout.strategy=6_1_7", "draft.mode=none turn off"),
     ("rl", "draft.mode=frozen draft.optim.lr=0.1", "it needs a draft head that is trained"),
+    ("rl", "draft.mode=online draft.mtp_loss_scaling_factor=0", "draft.mtp_loss_scaling_factor"),
     ("rl", "draft.spot.enabled=true", "rollout.replicas=1"),
     ("rl", "draft.spot.enabled=true rollout.strategy=off rollout.replicas=2", "none to train"),
     ("rl", "algo=dapo algo.overlong_buffer_len=2000 rollout.max_tokens=100", "at most"),
