@@ -47,6 +47,7 @@ from bench.programs import (
 )
 from bench.record import alternate, figure, median_figure, median_interval, ratio_figure
 from specjax import LLM, ControlConfig, ModelConfig, RunConfig, SamplingParams, SpecConfig
+from specjax.control import Static
 from specjax.decode import sampling
 from specjax.decode.accept import Acceptance, accept
 from specjax.decode.draft import DraftedTree
@@ -625,17 +626,18 @@ def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
         result, arms = {}, {}
         for arm in ("invariant", "default"):
             spec = SpecConfig(strategy, invariant=arm == "invariant")
-            # Compiles both, which `static` does not. Each request names its strategy.
+            # Compiles both, which `static` does not.
             control = ControlConfig("bandit", strategies=(OFF, strategy))
             llm = LLM(model, spec, batch, 2 * length, control=control)
-            llm.warm_up([_sampled(1, job.seed, OFF)])
+            llm.warm_up([_sampled(1, job.seed)])
+            llm.engine.controller = Static(strategy)
 
-            def run(name: str, llm=llm) -> list:
-                outputs = llm.generate(prompts, _sampled(length, job.seed, name))
+            def run(speculative: bool, llm=llm) -> list:
+                outputs = llm.generate(prompts, _sampled(length, job.seed, speculative))
                 return [output.samples[0] for output in outputs]
 
-            arms[arm] = functools.partial(run, OFF)
-            pairs = list(zip(run(strategy), run(OFF), strict=True))
+            arms[arm] = functools.partial(run, False)
+            pairs = list(zip(run(True), run(False), strict=True))
             counts = {
                 "differ": sum(a.token_ids != b.token_ids for a, b in pairs),
                 "logprobs_differ": sum(a.logprobs != b.logprobs for a, b in pairs),
@@ -656,9 +658,9 @@ def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
     job.each((names(batch), functools.partial(measure, batch)) for batch in batches)
 
 
-def _sampled(tokens: int, seed: int, strategy: str | None = None) -> SamplingParams:
+def _sampled(tokens: int, seed: int, speculative: bool = True) -> SamplingParams:
     return SamplingParams(
-        temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=seed, strategy=strategy
+        temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=seed, speculative=speculative
     )
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -67,10 +65,7 @@ class Admin:
         takes_head = llm.spec is not None and llm.drafting.with_head
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
-        overrides = dict(llm.spec.draft_overrides) if takes_head else {}
-        policy, found = read_weights(
-            Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer, overrides
-        )
+        policy, found = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
         head = None if found is None else found.params
         if alone and head is None:
             raise ValueError("it holds no draft head; expected one")
@@ -165,7 +160,6 @@ def read_weights(
     head_alone: bool,
     step: int | None,
     tokenizer=None,
-    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Params | None, weights.Head | None]:
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
@@ -175,8 +169,6 @@ def read_weights(
       head_alone: whether to read the draft head only.
       step: step of a training run; None: the newest.
       tokenizer: tokenizer of the served model, whose end-of-sequence token `cfg` includes.
-      overrides: settings of the served head in files, which those of a new one are, too; see
-        `SpecConfig.draft_overrides`.
 
     Returns:
       (policy, head); None for a part that is absent or not asked for.
@@ -190,8 +182,7 @@ def read_weights(
         if step is not None:
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
-            given = overrides if weights.takes_overrides(path, weights.kind_of(path, cfg)) else None
-            return None, load_head(str(path), cfg, overrides=given)[1]
+            return None, load_head(str(path), cfg)[1]
         dtype = cfg.run.param_dtype
         new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)

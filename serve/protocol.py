@@ -27,7 +27,6 @@ from pydantic_core import PydanticCustomError
 from serve.errors import KNOWN_FIELDS, UNSUPPORTED_VALUE, ApiError, short
 from specjax import SamplingParams
 from specjax.config.sampling import MAX_TOP_LOGPROBS, SEED_RANGE, SEEDS, is_seed
-from specjax.control import OFF
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -328,11 +327,7 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         True, description="where the tokenizer's own decoder does not decide that"
     )
     # specjax's
-    speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
-        True,
-        description="false or off: decode this request plainly; or one of the strategies that "
-        "/server_info lists",
-    )
+    speculative: bool = Field(True, description="false: decode this request plainly")
     return_spec_details: bool = Field(False, description="return statistics of speculation")
 
     def params(
@@ -353,9 +348,6 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         given |= {"max_tokens": max_tokens, "logprobs": top_logprobs or None}
-        given["speculative"] = self.speculative not in (False, OFF)
-        if isinstance(self.speculative, str) and self.speculative != OFF:
-            given["strategy"] = self.speculative
         try:
             return SamplingParams(**{**defaults, **given})
         except ValueError as error:

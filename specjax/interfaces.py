@@ -706,9 +706,7 @@ class Draft(Protocol):
         return False
 
     @classmethod
-    def read(
-        cls, files: DraftFiles, target: Any, overrides: Mapping[str, Any] | None = None
-    ) -> Draft:
+    def read(cls, files: DraftFiles, target: Any) -> Draft:
         """Makes the draft that files describe; reads no tensor but small ones, such as token ids.
 
         It refuses files with tensors that it does not know.
@@ -716,14 +714,11 @@ class Draft(Protocol):
         Args:
           files: the files at a path, which it recognises.
           target: the target's `ModelConfig`.
-          overrides: settings by hand in place of those of the files, by names that the draft
-            knows; only for a class with `has_files`.
 
         Raises:
           specjax.checked_json.CheckpointError: the files are damaged, or are of a draft for another
             target.
           specjax.checked_json.UnsupportedModelError: they ask for what cannot be computed.
-          ValueError: a setting by hand is unknown, or has an invalid value.
         """
         raise NotImplementedError(
             f"{cls.__name__} is not read from files: it has no method `read`; use it by its name"
@@ -759,20 +754,8 @@ class Draft(Protocol):
         """The inverse of `loaded`, for writing."""
         return params
 
-    def expressed(self) -> tuple[Draft, Mapping[str, Any]]:
-        """Returns a draft of which files say what it computes, and settings by hand for the rest.
-
-        `read` makes this draft of the files of that one with these settings as `overrides`. Both
-        have parameters of the same shapes.
-        """
-        return self, {}
-
     def described(self) -> str:
         """Returns a line for the user about what was read from files; may be empty."""
-        return ""
-
-    def suspects(self) -> str:
-        """Names the settings to suspect if hardly a proposal is accepted; may be empty."""
         return ""
 
     def refuses(self, strategy: Any) -> str | None:

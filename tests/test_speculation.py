@@ -1,7 +1,6 @@
 """The section about speculation: the same keys, defaults and checks in every program."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import Head, describe, describe_head
 from specjax.command_line import parse_config
-from specjax.config.strategy import Strategy
 from specjax.control import ControlConfig
 from specjax.control.config import Speculation
 from specjax.drafts.mtp import MTPSource, init_head_params
@@ -25,7 +23,6 @@ from specjax.kernels.names import ATTENTION
 from specjax.settings import keys_of
 from specjax.verify.__main__ import VerifyConfig
 from train import rl, sft
-from train.programs import describe_drafting, drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 ENTRIES = {
@@ -52,8 +49,8 @@ CHANGED = [
     (["acceptance=block"], SpecConfig(acceptance="block"), None),
     (["draft=random", "draft_kind=eagle3"], SpecConfig(draft="random", draft_kind="eagle3"), None),
     (
-        ["draft=d", "draft_overrides={backbone: qwen3}", "draft_vocab=16", "token_map=m"],
-        SpecConfig(draft="d", draft_overrides={"backbone": "qwen3"}, draft_vocab=16, token_map="m"),
+        ["draft=d", "draft_vocab=16", "token_map=m"],
+        SpecConfig(draft="d", draft_vocab=16, token_map="m"),
         None,
     ),
     (
@@ -130,34 +127,6 @@ def test_a_kernel_may_be_named_in_every_program(name):
         assert parse_config(program, argv)[0].attention == name
     served = parse_config(ServeConfig, ["model=d", f"engine.attention={name}"])[0]
     assert served.engine.attention == name
-
-
-# --- FastRL's section ----------------------------------------------------------------------------
-
-EAGLE = {"tune_algorithm": "BEG", "mab_configs": ["8_4_32", "4_1_5"], "spec_verify_tokens": 40}
-FASTRL = {"enable": True, "bs_threshold": 32, "eagle": {**EAGLE, "spec_model_path": "some/head"}}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_fastrls_section_is_taken_as_it_stands(entry, tmp_path):
-    both = read(entry, f"control.fastrl={json.dumps(FASTRL)}", "control.bandit.window=3")
-    control, spec = both.control_config(), both.spec()
-    assert [arm.name for arm in control.arms] == ["8_4_32", "4_1_5", "off"]
-    assert (control.controller, control.bs_threshold, control.bandit.window) == ("bandit", 32, 3)
-    same = SpecConfig("8_4_32", draft="some/head", spec_verify_tokens=40)
-    assert dataclasses.replace(spec, telemetry=None) == same
-    file = tmp_path / "fastrl.yaml"
-    file.write_text(json.dumps({"speculative": FASTRL}))
-    named = read(entry, f"control.fastrl={file}", "control.bandit.window=3")
-    assert (named.spec(), named.control_config()) == (spec, control)
-
-
-def test_fastrl_switched_off_trains_no_head():
-    off = json.dumps({**FASTRL, "enable": False})
-    cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
-    assert cfg.rollout.strategy == Strategy.OFF and cfg.draft.mode == "none" and not drafts(cfg)
-    said = describe_drafting(cfg, settle_drafting(cfg, MTPSource))
-    assert "draft: none" in said and "rollout.strategy=off" in said
 
 
 # --- a head at another path ---------------------------------------------------------------------

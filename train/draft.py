@@ -51,7 +51,6 @@ from specjax.models.transformer import Params, laid_out
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 from specjax.settings import fingerprint
-from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.cli import run_program
@@ -80,7 +79,7 @@ from train.draft_schema import DraftRunConfig
 from train.heads import curve as curves
 from train.heads.curve import Curve
 from train.heads.files import require_same_head
-from train.heads.kinds import SPELL, export_head, head_to_go_on_with, start_head
+from train.heads.kinds import export_head, head_to_go_on_with, start_head
 from train.heads.losses import Sampling
 from train.heads.states import States, weights_digest
 from train.heads.training import (
@@ -151,8 +150,7 @@ class HeadTrainer:
         # What is wrong with them is said before the policy answers prompts.
         always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)
         self._given_head = head_to_go_on_with(cfg, self.model)
-        setting = f"dtype={self.stored}"
-        self.notes.append(f"{about_dtype(cfg.dtype, dtype, self.stored, setting)}")
+        self.notes.append(about_dtype(cfg.dtype, dtype, self.stored))
 
     def _read_inputs(self) -> None:
         """Reads config, tokenizer and data, and checks them before anything is computed."""
@@ -327,7 +325,7 @@ class HeadTrainer:
           ConfigError: settings do not fit the policy.
         """
         roll = self.cfg.rollout
-        config = EngineConfig(attention=self.cfg.attention, named_strategies=False)
+        config = EngineConfig(attention=self.cfg.attention)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),
@@ -340,7 +338,7 @@ class HeadTrainer:
                 config=config,
             )
         except ValueError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
+            raise ConfigError(str(error)) from error
         engine.alarm = None  # a new head gains nothing yet; `not_learnt` speaks at the end
         return engine
 
@@ -494,7 +492,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
         _updates(run, trainer)
     if warning := not_learnt(cfg, read_metrics(run.out), trainer.curve):
         bar = "!" * 100
-        say(f"{bar}\nWARNING: {warning}. {trainer.source.suspects()}\n{bar}")
+        say(f"{bar}\nWARNING: {warning}\n{bar}")
     if trainer.curve.points:
         lengths, ngrams = trainer.curve.points[-1]["accept_length"], trainer.curve.ngram
         for temperature in lengths:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from specjax.config import SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO
-from specjax.config.overrides import checked_overrides
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.hub import portable
 from specjax.parallel.sharding import MeshConfig
@@ -121,8 +120,6 @@ class DraftRunConfig(Common):
       model: directory, GGUF file, Hugging Face id or run of the policy.
       kind: head that is trained.
       init: directory or id of a head of this kind to go on with; null: a new one.
-      draft_overrides: settings of the EAGLE-3 head at `init` in place of those in its config.json,
-        such as {norm_before_residual: true}, see SpecConfig.
       seed: decides samples, new weights, and the order of training.
       steps: updates; null: those of `epochs` passes.
       epochs: passes over all samples.
@@ -166,7 +163,6 @@ class DraftRunConfig(Common):
     out: str = "runs/draft"
     kind: str = option("eagle3", choices=KINDS)
     init: str | None = None
-    draft_overrides: dict[str, Any] = option({}, needs=("kind=eagle3", "init"))
     seed: int = option(0, least=0, below=1 << 32)  # jax cuts off more than 32 bits
     steps: int | None = option(None, least=0)
     epochs: int = option(1, least=1, needs="!steps")
@@ -200,10 +196,6 @@ class DraftRunConfig(Common):
         # A held-out prompt adds its number to the seed.
         if not (is_seed(self.eval.seed) and is_seed(self.eval.seed + self.eval.problems)):
             raise ValueError(f"eval.seed: expected {SEED_RANGE}, got {self.eval.seed}")
-        try:
-            checked_overrides(self.draft_overrides)
-        except ValueError as error:
-            raise ValueError(f"draft_overrides: {error}") from error
         self.draft.settle(self.strategy.steps)
         self.draft.optim.settle(is_new=self.init is None)
         self.packing.settle(self.rollout.longest, MeshConfig().row_multiple)

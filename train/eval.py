@@ -49,7 +49,6 @@ from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig
 from specjax.settings import fingerprint, option
 from specjax.shipped import find_shipped
-from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.versions import installed
 from specjax.weights import load_tokenizer
@@ -69,7 +68,6 @@ from train.rollout.groups import Group
 from train.rollout.replicas import join_engines
 from train.rollout.samples import HELD_OUT
 from train.rollout.sets import ProblemSet, problem_sets
-from train.rollout_schema import SPELL
 from train.run.describe import PACKAGES, data_files, git_state
 from train.run.files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, complete_steps
 from train.run.start import USER_ERRORS, find_policy, say, settle_date
@@ -142,16 +140,14 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
     draft = describe_drafting(cfg, drafting)
     say(draft)
     decoder, source, weights = as_rolled_out(cfg, model), None, None
-    prefix = "rollout.draft"
     try:
         if drafting.spec is not None:
             decoder, source, weights = load_source(
                 decoder, drafting.spec, loaded.head, tokenizer, mesh, loaded.policy
             )
-        prefix = "rollout"
         engine = join_engines(evaluation_engines(cfg, decoder, source, places), None)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{prefix}: {spelled(error, SPELL)}") from error
+        raise ConfigError(f"rollout: {error}") from error
     engine.set_params(loaded.policy, weights if engine.spec else None)
     for line in engine.engines[0].start_lines():
         say(line)

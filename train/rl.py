@@ -34,7 +34,6 @@ from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.engine.engine import LEAST, advice
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.models.generation_config import sampling_defaults
@@ -43,12 +42,13 @@ from train.cli import run_program
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
-from train.rollout_schema import SPELL
 from train.run import picture
 from train.run.files import complete_steps, read_metrics
 from train.run.start import Run, say, start
 from train.schema import RLConfig
 from train.trainer import Trainer
+
+LEAST = 1.05  # accept length below which speculation only costs time
 
 
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:
@@ -333,7 +333,7 @@ class StepWarnings:
             if self._flat == self._patience:
                 yield (
                     f"accept length has been {length:.2f} for {self._flat} steps: speculation only "
-                    f"costs time. {advice(trainer.source, SPELL)}"
+                    "costs time; is the draft the one that belongs to this policy?"
                 )
         rollouts = trainer.rollouts
         if rollouts.zero is not None and not self._zero_shown:

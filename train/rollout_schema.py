@@ -10,7 +10,6 @@ from specjax.config.sampling import Sampling
 from specjax.control.config import Speculation
 from specjax.engine.settings import EngineConfig, strategies_of
 from specjax.settings import option, part
-from specjax.spelling import dotted
 
 # Settings other than the temperature that change the distribution.
 FILTERS = ("top_k", "top_p", "min_p")  # without effect at temperature 0
@@ -185,7 +184,3 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return part(EngineConfig, self)
-
-
-# The names of the library's settings in this configuration, for messages.
-SPELL = dotted({"rollout": RolloutSection})

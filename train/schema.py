@@ -96,7 +96,7 @@ class DtypeSection:
           platform: platform of the devices that train.
         """
         setting, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
-        line = about_dtype(setting, self.compute, stored, f"dtype.compute={stored}")
+        line = about_dtype(setting, self.compute, stored)
         if self.compute == "float16":
             self.compute = "bfloat16"
             line = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"

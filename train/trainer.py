@@ -34,7 +34,6 @@ from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import sharding
 from specjax.settings import fingerprint
-from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.data import rows
@@ -76,7 +75,6 @@ from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
 from train.rollout.trace import TRACE_FILE, Trace
 from train.rollout.vocabulary import DraftVocabulary
-from train.rollout_schema import SPELL
 from train.run.start import find_policy
 from train.schema import RLConfig
 
@@ -136,10 +134,7 @@ class Trainer:
         self.model = as_computed(cfg, model)
         self.about_head = None
         if self.head is not None:
-            try:
-                self.about_head = describe_head(Head(self.source, self.head))
-            except ValueError as error:  # files have no key for a setting by hand
-                raise ConfigError(f"rollout.draft: {error}") from error
+            self.about_head = describe_head(Head(self.source, self.head))
         eos_ids = self.model.eos_token_ids
         self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
@@ -183,9 +178,7 @@ class Trainer:
                 loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
                 _, self.source, self.source_params = loaded
         except (ValueError, OSError) as error:
-            text = spelled(error, SPELL)
-            prefix = "" if isinstance(error, SettingError) else "rollout.draft: "
-            raise ConfigError(f"{prefix}{text}") from error
+            raise ConfigError(f"rollout: {error}") from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -198,8 +191,6 @@ class Trainer:
         self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
-        for engine in (*built.engines, *built.eval_engines):  # `train.rl` has steps to judge by
-            engine.alarm = None
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = None
@@ -233,8 +224,8 @@ class Trainer:
         ids = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, ids)
-        except SettingError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
+        except ValueError as error:
+            raise ConfigError(f"rollout: {error}") from error
         self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
         self._give_vocabulary()
 

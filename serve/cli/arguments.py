@@ -95,5 +95,5 @@ class GenerateConfig(ModelSettings, Slots, Speculation, SamplingParams):
         Raises:
           ValueError: a value is out of its range, beside the defaults.
         """
-        names = given_in(self) & SamplingParams.__dataclass_fields__.keys() - {"strategy"}
+        names = given_in(self) & SamplingParams.__dataclass_fields__.keys()
         return SamplingParams(**{**defaults, **{name: getattr(self, name) for name in names}})

@@ -18,7 +18,7 @@ from serve.cli.prompts import STDIN, Prompt
 if TYPE_CHECKING:  # they import jax
     from specjax.engine.request import Job, SampleOutput
 
-_SPECULATION = ("speculative", "strategy", "n")  # options that change no token of a sample
+_SPECULATION = ("speculative", "n")  # options that change no token of a sample
 EXACT = ("coupled", "greedy")  # acceptance modes with the tokens of plain decoding
 
 

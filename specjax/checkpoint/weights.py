@@ -41,7 +41,6 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
@@ -111,8 +110,7 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
 
     A head that the config of its policy describes has its switches alone, for what is saved without
     the policy. For another head the metadata are the content of the config.json and the tensors of
-    its files, with the values of fixed integers, such as token ids, and the settings that are read
-    in place of those in config.json, because there is not a key for each.
+    its files, with the values of fixed integers, such as token ids.
 
     Returns:
       the metadata; None: there is no head.
@@ -126,8 +124,7 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
     if kind is None:
         return {DRAFT_KEY: {"kind": f"{cls.__module__}:{cls.__qualname__}"}}
     dtype = float_dtype(head.params)
-    plain, settings = source.expressed()
-    config, written = plain.saved(dtype)
+    config, written = source.saved(dtype)
     fixed = {name: head.params[name] for name in source.fixed & head.params.keys()}
     fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_integer(a)}
     values, tensors = written.stored(fixed) if fixed else {}, {}
@@ -138,8 +135,7 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
             array = np.asarray(values[name])
             packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
             tensors[row.stored.name] |= {"dtype": array.dtype.name, "values": packed}
-    about = {"kind": kind, "config": config, "tensors": tensors, "settings": dict(settings)}
-    return {DRAFT_KEY: about}
+    return {DRAFT_KEY: {"kind": kind, "config": config, "tensors": tensors}}
 
 
 def _kind_of(source: Draft) -> str | None:
@@ -199,7 +195,7 @@ def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Dra
     """
     kind, about = kind_in(path, meta), meta.get(DRAFT_KEY)
     if about is not None:
-        return kind.read(_DescribedFiles(path, about), target, about["settings"])
+        return kind.read(_DescribedFiles(path, about), target)
     switches = vars(config_in(path, meta)) if "config" in meta else meta
     target = target.replace(**{n: switches[n] for n in HEAD_SWITCHES if n in switches})
     return kind.read(None, target)
@@ -327,15 +323,9 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
     return class_of(FilesAt(path), target)
 
 
-def takes_overrides(path: Path, kind: type[Draft]) -> bool:
-    """Returns whether `SpecConfig.draft_overrides` may change what files of a class say."""
-    return layout_of(path) == HUGGING_FACE and kind.has_files
-
-
 def read_draft(
     path: Path,
     target: ModelConfig,
-    overrides: Mapping[str, Any] | None = None,
     mesh: jax.sharding.Mesh | None = None,
     tokenizer: Any = None,
     weights: bool = True,
@@ -347,31 +337,19 @@ def read_draft(
         the newest checkpoint is read.
       target: config of the policy; weights are in its `run.param_dtype`, those of a model in its
         `run.compute_dtype`.
-      overrides: settings by hand in place of those of the files, see `Draft.read`.
       mesh: mesh to place weights on.
       tokenizer: tokenizer of the policy, which a model must share; None: there is none.
       weights: whether to read weights; else there are shapes in their place.
 
     Raises:
-      SettingError: it takes no overrides.
       CheckpointError: the file is damaged, holds no head, or does not fit the policy.
     """
     path = head_dir(path, target)
-    layout, files = layout_of(path), FilesAt(path, mesh, tokenizer)
-    meta = _newest(path)["meta"] if layout == RUN else None
-    kind = class_of(files, target) if meta is None else kind_in(path, meta)
-    if overrides and not takes_overrides(path, kind):
-        what = kind.noun if layout == HUGGING_FACE else "in a checkpoint of specjax"
-        raise SettingError(
-            lambda spell: (
-                f"{spell('draft_overrides')} is about an EAGLE-3 head in files, a directory with "
-                f"config.json, and {spell('draft', str(path))} is {what}; leave it out"
-            )
-        )
-    if layout == HUGGING_FACE:
-        source = kind.read(files, target, overrides)
+    if layout_of(path) == HUGGING_FACE:
+        files = FilesAt(path, mesh, tokenizer)
+        source = class_of(files, target).read(files, target)
         return Head(source, source.load(files) if weights else head_shapes_of(source))
-    source = source_in(path, meta, target)
+    source = source_in(path, _newest(path)["meta"], target)
     wanted = head_shapes_of(source)
     if not weights:
         return Head(source, wanted)

@@ -142,8 +142,6 @@ class SamplingParams(Sampling):
       prompt_logprobs: number of most likely tokens to return per token of the prompt, under the raw
         logits; None: nothing of the prompt.
       speculative: whether this request is drafted for; False decodes it plainly.
-      strategy: name of the strategy for this request, one of those that the engine compiled; None:
-        the engine's controller chooses. Samples that ask for different strategies take turns.
     """
 
     seed: int | None = None
@@ -159,7 +157,6 @@ class SamplingParams(Sampling):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculative: bool = True
-    strategy: str | None = None
 
     def __post_init__(self):
         _put(self, "stop_token_ids", _token_tuple("stop_token_ids", self.stop_token_ids or ()))

@@ -8,7 +8,6 @@ import re
 from typing import Any, NamedTuple
 
 from specjax.config.checks import choice
-from specjax.config.overrides import checked_overrides
 from specjax.config.strategy import Strategy
 from specjax.settings import option
 
@@ -62,9 +61,6 @@ class SpecConfig:
         own, see `specjax.interfaces.Draft`, and what its `load` reads. A path such as `./ngram`
         is a directory, whatever its name.
       draft_kind: kind of a new head, `mtp` or `eagle3`; only with `draft="random"`.
-      draft_overrides: settings of an EAGLE-3 head in files that stand in place of those in its
-        config.json, where these are wrong: a mapping with some of the names in
-        `specjax.config.overrides.OVERRIDES`. It is kept as pairs of a name and a value.
       head_seed: seed of a new head.
       draft_vocab: number of tokens that the head or model may propose; None: the whole vocabulary.
         The draft then computes logits for these tokens alone, which is faster. They are the tokens
@@ -94,15 +90,10 @@ class SpecConfig:
         SPECJAX_TELEMETRY says.
     """
 
-    strategy: Any = option(
-        None, kind=str | None, needs=("speculates", "!control.fastrl", "is_selectable")
-    )
+    strategy: Any = option(None, kind=str | None, needs=("speculates", "is_selectable"))
     acceptance: str = option("coupled", choices=ACCEPTANCE_MODES, needs="speculates")
     draft: str = option(AUTO_DRAFT, needs="speculates")
     draft_kind: str = option("mtp", choices=DRAFT_KINDS, needs=("speculates", "draft=random"))
-    draft_overrides: Any = option(
-        None, kind=dict[str, Any], needs=("speculates", "drafts_by_files")
-    )
     head_seed: int = option(0, internal=True)
     draft_vocab: int | None = option(None, least=1, needs=("speculates", "drafts_by_network"))
     token_map: str | None = option(None, needs=("speculates", "drafts_by_network"))
@@ -112,7 +103,7 @@ class SpecConfig:
     aligned: bool = option(True, needs=("speculates", "transforms"))
     tau: float = option(0.6, needs=("speculates", "grows_trees", "acceptance=coupled"))
     adaptive_width: bool = option(False, needs=("speculates", "grows_trees"))
-    spec_verify_tokens: int = option(48, needs=("speculates", "!control.fastrl"))
+    spec_verify_tokens: int = option(48, needs="speculates")
     invariant: bool = False
     exact_mode: bool = option(False, needs="speculates")
     telemetry: bool | None = option(None, needs="speculates")
@@ -125,7 +116,6 @@ class SpecConfig:
         for name, value in (
             ("strategy", None if self.strategy is None else Strategy.parse(self.strategy)),
             ("draft", str(self.draft)),
-            ("draft_overrides", self._overrides()),
             ("token_map", self.token_map and str(self.token_map)),
         ):
             object.__setattr__(self, name, value)
@@ -140,12 +130,6 @@ class SpecConfig:
             )
         if not self.is_off:
             self._refuse_what_is_not_exact()
-
-    def _overrides(self) -> tuple[tuple[str, Any], ...]:
-        try:
-            return tuple(sorted(checked_overrides(dict(self.draft_overrides or ())).items()))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"draft_overrides: {error}") from error
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()
@@ -186,11 +170,6 @@ class SpecConfig:
     def drafts_by_network(self) -> bool:
         """A head or a model that drafts, and not draft=ngram."""
         return self.draft != NGRAM_DRAFT
-
-    @property
-    def drafts_by_files(self) -> bool:
-        """A head in files, draft=DIR."""
-        return self.draft_path is not None
 
     @property
     def draft_path(self) -> str | None:

@@ -237,8 +237,8 @@ class Goodput(Controller):
     kind = "goodput"
     saved = (
         *Controller.saved, "regret_seconds", "seconds", "drafting_seconds", "plain_seconds",
-        "probes", "_best", "_drafting", "_emitted", "_ended", "_length", "_chunk_tokens", "_last",
-        "_probed", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
+        "probes", "_best", "_emitted", "_ended", "_length", "_chunk_tokens", "_last", "_probed",
+        "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
     )  # fmt: skip
 
     def __init__(
@@ -257,7 +257,6 @@ class Goodput(Controller):
         self.probes = 0
         # The strategy in use, by bucket.
         self._best: list[str | None] = [None] * len(self.costs.buckets)
-        self._drafting = 1.0  # share of slots that are drafted for
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._length: float | None = None  # tokens in the cache of a slot, the mean of the latest
         self._chunk_tokens = 32.0  # most tokens that a slot can emit in a full chunk
@@ -284,7 +283,7 @@ class Goodput(Controller):
             there were last.
         """
         return {
-            arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on, errors))
+            arm: self.acceptance.expected_tokens(arm, self._goes_on, errors)
             / self.round_seconds(arm, batch_size, context)
             for arm in self.arms
         }
@@ -317,10 +316,6 @@ class Goodput(Controller):
     def _goes_on(self) -> float:
         """The share of tokens that are not the last of their sample."""
         return 1 - self._ended / max(self._emitted, self._ended, 1.0)
-
-    def _per_slot(self, tokens: float) -> float:
-        """Returns the mean over all slots, if the slots that draft emit `tokens` per round."""
-        return 1 + self._drafting * (tokens - 1)
 
     def gains(self, batch_size: int) -> dict[str, float]:
         measured = {
@@ -401,7 +396,7 @@ class Goodput(Controller):
             most = self.acceptance.most_tokens(arm, current, self._goes_on)
             cheapest = self.round_seconds(arm, batch_size) * (1 - self.costs.slack(arm, batch_size))
             least = (1 + self.config.hysteresis) * scores[current]
-            if arm == current or (arm != OFF and self._per_slot(most) / cheapest <= least):
+            if arm == current or (arm != OFF and most / cheapest <= least):
                 continue
             key = self.acceptance.shared.get(arm)
             if current == OFF and key in seen:
@@ -427,7 +422,6 @@ class Goodput(Controller):
         )  # fmt: skip
         drafts, known = name != OFF, per_round is not None
         self._rounds += rounds
-        self._drafting = 1 - seen.opted_out / batch
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended

@@ -36,7 +36,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from specjax.checked_json import UnsupportedModelError
-from specjax.config.overrides import checked_overrides
 from specjax.decode.state import take_positions
 from specjax.decode.tree import chain_bits, pack_bits
 from specjax.drafts.file_head import FileHead, HeadConfig, norm_row, within
@@ -146,18 +145,12 @@ class DFlashSource(FileHead):
 
     @classmethod
     def read_files(
-        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target, overrides
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target
     ) -> DFlashSource:
-        """See `Draft.read`.
-
-        Args:
-          overrides: `aux_hidden_state_layer_ids`, a list of boundaries in the order in which `fc`
-            takes them.
-        """
         head = HeadFiles("DFlash", file, raw, tensors, target)
         return cls.made_of(
             head,
-            _read(head, overrides or {}),
+            _read(head),
             ("verifier_",),  # of training
             layout="speculators" if head.speculators else "z-lab",
         )
@@ -176,12 +169,6 @@ class DFlashSource(FileHead):
             **self.own_rows(),
         }
 
-    def unwritable(self) -> str | None:
-        taps = list(self.cfg.taps)
-        if taps != sorted(set(taps)):
-            return f"files list boundaries in ascending order, got {taps}; reorder columns of fc"
-        return None
-
     def saved(self, dtype: str) -> tuple[dict[str, Any], DFlashSource]:
         cfg, steps = self.cfg, self.cfg.block - 1
         kind = "dflash", "DFlashSpeculator"
@@ -194,10 +181,6 @@ class DFlashSource(FileHead):
             _NON_CAUSAL: False,
         }
         return raw, DFlashSource(cfg, writes=True)
-
-    def expressed(self) -> tuple[DFlashSource, dict[str, Any]]:
-        """See `Draft.expressed`: the states by hand."""
-        return self, {_AUX: list(self.cfg.taps)}
 
     # --- for the user ----------------------------------------------------------------------------
 
@@ -255,15 +238,8 @@ class DFlashSource(FileHead):
 # --- config.json ----------------------------------------------------------------------------------
 
 
-def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
-    """Reads what a head computes, see `DFlashSource.read_files`."""
-    if unknown := sorted(set(overrides) - {_AUX}):
-        raise ValueError(
-            f"a DFlash head has no setting {', '.join(map(repr, unknown))}; expected {_AUX}"
-        )
-    by_hand = checked_overrides(overrides).get(_AUX)
-    if by_hand == "post_norm":
-        raise ValueError(f"{_AUX} of a DFlash head must be a list of boundaries; got 'post_norm'")
+def _read(head: HeadFiles) -> DFlashConfig:
+    """Reads what a head computes."""
     top, nested, body, target = head.top, head.top.within("dflash_config"), head.body, head.target
     kind = top.text("speculators_model_type", None) or "dflash"
     others = [f"speculators_model_type {kind}"] if kind.lower() != "dflash" else []
@@ -295,7 +271,7 @@ def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
         network=network,
         target_width=target.hidden_size,
         target_vocab=target.vocab_size,
-        taps=_taps(head, layers, by_hand),
+        taps=_taps(head, layers),
         mask_token=mask,
         block=sizes.integer("block_size", *usual, least=2),
         own_embedding="embed_tokens.weight" in head.tensors,
@@ -304,13 +280,11 @@ def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
     )
 
 
-def _taps(head: HeadFiles, layers: int, by_hand: tuple[int, ...] | None) -> tuple[int, ...]:
+def _taps(head: HeadFiles, layers: int) -> tuple[int, ...]:
     """Returns the boundaries whose states `fc` takes, in its order."""
     count, nested = head.target.num_layers, head.top.within("dflash_config")
-    if by_hand is not None:
-        return head.check_taps(by_hand, _AUX, True)
     if head.speculators:
-        return head.check_taps(head.ids(head.top, _AUX), _AUX, False)
+        return head.check_taps(head.ids(head.top, _AUX), _AUX)
     # Without a list, as the authors' program chooses them.
     span = (count - 4) / max(layers - 1, 1)
     usual = [round(1 + i * span) for i in range(layers)] if layers > 1 else [count // 2]
@@ -319,7 +293,7 @@ def _taps(head: HeadFiles, layers: int, by_hand: tuple[int, ...] | None) -> tupl
         # transformers, which the authors' program reads it from, gives it after the final norm.
         raise head.error(
             f"target_layer_ids names the output of the target's last layer {count - 1}, which "
-            f"programs take before or after the final norm; set {_AUX} in draft_overrides: {count} "
-            "is the state before it"
+            f"programs take before or after the final norm: write it in the layout of speculators, "
+            f"where {_AUX} {count} is the state before it"
         )
-    return head.check_taps([i + 1 for i in outputs], "target_layer_ids", False)
+    return head.check_taps([i + 1 for i in outputs], "target_layer_ids")

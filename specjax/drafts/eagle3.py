@@ -184,11 +184,11 @@ class Eagle3Source(FileHead):
 
     @classmethod
     def read_files(
-        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target, overrides
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target
     ) -> Eagle3Source:
         eagle3_config.refuse_others(file, raw, tensors)
         head = HeadFiles("EAGLE-3", file, raw, tensors, target)
-        cfg = eagle3_config.read(head, overrides)
+        cfg = eagle3_config.read(head)
         first = eagle3_config.first_layer(tensors)
         return cls.made_of(
             head,
@@ -225,19 +225,17 @@ class Eagle3Source(FileHead):
         return {"lm_head.weight": "embed_tokens.weight"} if self.tied else {}
 
     def unwritable(self) -> str | None:
-        mixer, taps = self.network.layers[0].mixer, list(self.cfg.taps)
+        mixer = self.network.layers[0].mixer
         if self.cfg.taps == FINAL:
             return "files in the layout speculators have no key for a head of the final state"
-        if taps != sorted(taps):
-            return f"files list boundaries in ascending order, got {taps}; reorder columns of fc"
         if mixer.qkv_bias != mixer.o_bias:
             return "the layout speculators has biases in all projections of attention or in none"
         return None
 
     def saved(self, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
-        cfg, extra = self.cfg, {}
-        if cfg.taps != FINAL:
-            extra["eagle_aux_hidden_state_layer_ids"] = list(cfg.taps)
+        cfg, extra = self.cfg, {"eagle_aux_hidden_state_layer_ids": list(self.cfg.taps)}
+        if cfg.taps == FINAL:  # in metadata alone, see `unwritable`
+            extra = {"use_aux_hidden_state": False}
         if cfg.mask_token is not None:
             extra["mask_token_id"] = cfg.mask_token
         names = ("eagle3", "Eagle3Speculator"), ("peagle", "PEagleSpeculator")
@@ -254,23 +252,7 @@ class Eagle3Source(FileHead):
         }
         return raw, Eagle3Source(cfg, writes=True)
 
-    def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
-        """See `Draft.expressed`: the five settings by hand."""
-        cfg, final = self.cfg, self.cfg.taps == FINAL
-        settings = {
-            "aux_hidden_state_layer_ids": "post_norm" if final else list(cfg.taps),
-            "norm_before_residual": cfg.norm_before_residual,
-            "fc_norm": cfg.fc_norm,
-            "norm_output": cfg.norm_output,
-            "backbone": cfg.network.model_type,
-        }
-        taps = cfg.taps if final else tuple(sorted(cfg.taps))
-        return dataclasses.replace(self, cfg=dataclasses.replace(cfg, taps=taps)), settings
-
     # --- for the user ----------------------------------------------------------------------------
-
-    def suspects(self) -> str:
-        return f"{super().suspects()}, and set those that differ in draft_overrides"
 
     @property
     def title(self) -> str:

@@ -2,8 +2,7 @@
 
 Five settings change no shape, and give an accept length of 1.0 without an error where they are
 wrong: which hidden states of the target the head takes, `norm_before_residual`, `fc_norm`,
-`norm_output`, and the backbone. They are read by these rules, and may be set by hand, in
-`SpecConfig.draft_overrides` (`specjax.config.overrides.OVERRIDES`):
+`norm_output`, and the backbone. They are read by these rules:
 
     states                `boundary` b is the input of the target's layer b, before any norm; b = L
                           is the output of the last of its L layers. A list
@@ -37,13 +36,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.checked_json import UnsupportedModelError
-from specjax.config.checks import choice
-from specjax.config.overrides import BACKBONES, FC_NORMS, checked_overrides
 from specjax.drafts.file_head import HeadConfig
 from specjax.drafts.head_config import HeadFiles, is_of_speculators
 from specjax.models.families import common
 
 FINAL = ("post_norm",)  # the taps of a head without `fc`
+BACKBONES = ("llama", "qwen3")
 # Classes of heads; models such as Eagle2_5_VLForConditionalGeneration have the word, too.
 _EAGLE = re.compile(r"eagle-?3|eagle\w*(forcausallm|speculator|draftmodel)|forcausallmeagle")
 # Classes whose layers are Llama's.
@@ -71,9 +69,6 @@ class Eagle3Config(HeadConfig):
     norm_before_residual: bool = False
     fc_norm: str = "none"
     norm_output: bool = False
-
-    def __post_init__(self):
-        choice("fc_norm", self.fc_norm, FC_NORMS)
 
 
 def first_layer(tensors: Mapping[str, Any]) -> str:
@@ -120,24 +115,16 @@ def refuse_others(file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any])
     return kind
 
 
-def read(head: HeadFiles, overrides: Mapping[str, Any] | None = None) -> Eagle3Config:
+def read(head: HeadFiles) -> Eagle3Config:
     """Reads what a head computes; of the tensors it reads `d2t` alone.
-
-    Args:
-      head: its files.
-      overrides: settings in place of those of the files, see `specjax.config.overrides`;
-        `aux_hidden_state_layer_ids` is a list of boundaries in the order in which `fc` takes them,
-        or `post_norm`.
 
     Raises:
       CheckpointError: the files are damaged, contradict themselves, or are of a head for another
         target.
       UnsupportedModelError: it is another kind of head, or asks for what is not implemented.
-      ValueError: an override is unknown, or has an invalid value.
     """
-    given, top, tensors = checked_overrides(overrides or {}), head.top, head.tensors
-    kind = refuse_others(head.file, top.raw, tensors)
-    backbone = given.get("backbone") or _backbone(head)
+    top, tensors = head.top, head.tensors
+    kind, backbone = refuse_others(head.file, top.raw, tensors), _backbone(head)
     layers = head.body.integer("num_hidden_layers", 1, most=common.MOST_LAYERS)
     if first_layer(tensors) == "midlayer.":
         further = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
@@ -145,8 +132,8 @@ def read(head: HeadFiles, overrides: Mapping[str, Any] | None = None) -> Eagle3C
     columns, own_ids = head.draft_tokens()
     network = head.network(backbone, layers, columns)
     head.refuse_others(network, {"is_causal": True})
-    taps = _taps(head, given.get("aux_hidden_state_layer_ids"))
-    fc_norm = given.get("fc_norm") or ("none" if taps == FINAL else _fc_norm(head))
+    taps = _taps(head)
+    fc_norm = "none" if taps == FINAL else _fc_norm(head)
     output = (head.speculators or fc_norm == "each") and top.flag("norm_output", None)
     mask = None
     if kind == "P-EAGLE":  # older files name it otherwise
@@ -158,11 +145,9 @@ def read(head: HeadFiles, overrides: Mapping[str, Any] | None = None) -> Eagle3C
         target_width=head.target.hidden_size,
         target_vocab=head.target.vocab_size,
         taps=taps,
-        norm_before_residual=given.get(
-            "norm_before_residual", bool(top.flag("norm_before_residual", None))
-        ),
+        norm_before_residual=bool(top.flag("norm_before_residual", None)),
         fc_norm=fc_norm,
-        norm_output=given.get("norm_output", bool(output)),
+        norm_output=bool(output),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors
         or is_tied(top.raw, tensors, columns == head.target.vocab_size),
@@ -203,41 +188,36 @@ def _backbone(head: HeadFiles) -> str:
     if declared not in BACKBONES:
         raise UnsupportedModelError(
             f"{head.file}: the head's layers are of model_type {declared!r}, expected one of "
-            f"{', '.join(BACKBONES)}; if they compute what one of these does, set backbone in "
-            "draft_overrides"
+            f"{', '.join(BACKBONES)}; if they compute what one of these does, correct model_type"
         )
     return declared
 
 
-def _taps(head: HeadFiles, by_hand: tuple[int, ...] | str | None) -> tuple[int | str, ...]:
+def _taps(head: HeadFiles) -> tuple[int | str, ...]:
     """Returns the target's states that the head takes, see the rules at the top of the module."""
     top, count, name = head.top, head.target.num_layers, "use_aux_hidden_state"
     nested = top.within("eagle_config")
     used = {keys.flag(name) for keys in (top, nested) if keys.raw.get(name) is not None}
-    if by_hand == "post_norm" or (by_hand is None and used == {False}):
+    if used == {False}:
         return FINAL
-    if len(used) > 1 and by_hand is None:
+    if len(used) > 1:
         raise top.error(name, "the same as inside eagle_config")
     if "fc.weight" not in head.tensors:
         raise head.error(
-            "missing: fc.weight; set aux_hidden_state_layer_ids to post_norm in draft_overrides if "
-            "the head takes the target's final state"
+            f"missing: fc.weight; if the head takes the target's final state, set {name} to false"
         )
-    if by_hand is not None:
-        return head.check_taps(by_hand, "aux_hidden_state_layer_ids", True)
     outer, inner = head.ids(top, _AUX), head.ids(nested, _AUX, -1)
     if inner and max(inner) != count:
         inner = tuple(i + 1 for i in inner)
     if outer and inner and outer != inner:
         raise head.error(
             f"{_AUX} are the boundaries {list(outer)}, and those inside eagle_config, which are "
-            f"outputs of layers, are the boundaries {list(inner)}; expected the same: set "
-            "aux_hidden_state_layer_ids in draft_overrides"
+            f"outputs of layers, are the boundaries {list(inner)}; expected the same"
         )
     taps = outer or inner or (2, count // 2, count - 3)
     if tuple(head.tensors["fc.weight"].shape)[-1:] != (len(taps) * head.target.hidden_size,):
         taps = tuple(sorted(set(taps)))  # programs collect each state once, in order of layers
-    return head.check_taps(taps, _AUX, False)
+    return head.check_taps(taps, _AUX)
 
 
 def _fc_norm(head: HeadFiles) -> str:
@@ -256,6 +236,6 @@ def _fc_norm(head: HeadFiles) -> str:
     if wrong[held]:
         raise head.error(
             f"norm_before_fc and fc_norm contradict the tensors, of input_norm and fc_norm.* "
-            f"(norm: {held}): correct config.json, or set fc_norm in draft_overrides"
+            f"(norm: {held}): correct config.json"
         )
     return held

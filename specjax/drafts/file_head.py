@@ -81,7 +81,7 @@ class FileHead(HeadSource):
 
     A subclass is a frozen dataclass with these attributes, and writes
     `is_of(raw, tensors)`: whether a config.json and tensors, by name, are those of such a head;
-    `read_files(file, raw, tensors, target, overrides)`: makes the head of them, see `Draft.read`;
+    `read_files(file, raw, tensors, target)`: makes the head of them, see `Draft.read`;
     `rows`: the layers' arrays under `layers`, and those of `own_rows`; `saved`; `title`: the name
     of this kind of head; `switches()`: names the settings that change no shape, with their values;
     and `bound`, which returns a `HeadNetwork`.
@@ -120,14 +120,14 @@ class FileHead(HeadSource):
         return files.is_directory and cls.is_of(files.config(), files.tensors(required=False))
 
     @classmethod
-    def read(cls, files: DraftFiles, target, overrides=None) -> FileHead:
+    def read(cls, files: DraftFiles, target) -> FileHead:
         raw = files.config()
         if not raw:
             raise CheckpointError(
                 f"{files.path} holds the weights of a draft head and no config.json, which says "
                 "what the head computes; fetch config.json of the head to it"
             )
-        return cls.read_files(files.file, raw, files.tensors(), target, overrides)
+        return cls.read_files(files.file, raw, files.tensors(), target)
 
     @classmethod
     def made_of(
@@ -211,14 +211,6 @@ class FileHead(HeadSource):
             f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
             f"{cfg.target_vocab} tokens, {whose[cfg.own_head]} lm_head, {whose[cfg.own_embedding]} "
             "embedding"
-        )
-
-    def suspects(self) -> str:
-        """See `Draft.suspects`."""
-        return (
-            f"this {self.title} head is run with {self.switches()}; each of these gives an accept "
-            "length of 1.0 without an error where the head was trained otherwise: compare them "
-            "with the program that trained it"
         )
 
     # --- training --------------------------------------------------------------------------------

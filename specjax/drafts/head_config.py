@@ -24,7 +24,6 @@ import numpy as np
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.config.overrides import are_ids
 from specjax.interfaces import Param
 from specjax.models.families.qwen2 import QwenFamily
 from specjax.models.families.qwen3 import FAMILY as QWEN3
@@ -182,27 +181,21 @@ class HeadFiles:
         value = keys.raw.get(name)
         if value is None or value == []:
             return ()
-        if not isinstance(value, list) or not are_ids(value, least):
+        if not isinstance(value, list) or any(type(i) is not int or i < least for i in value):
             raise keys.error(name, f"a list of integers of at least {least}")
         return tuple(value)
 
-    def check_taps(self, taps: Sequence[int], name: str, by_hand: bool) -> tuple[int, ...]:
+    def check_taps(self, taps: Sequence[int], name: str) -> tuple[int, ...]:
         """Checks the boundaries whose states a head takes: boundary b is the input of layer b.
 
         Args:
           name: name of the key that lists them, for messages.
-          by_hand: whether they are a setting by hand, whose order is that of `fc`.
         """
-        count, remedy = self.target.num_layers, "set aux_hidden_state_layer_ids in draft_overrides"
-        if not all(0 <= tap <= count for tap in taps):
+        count = self.target.num_layers
+        # Programs differ in the order in which they join states of other boundaries.
+        if not all(0 <= tap <= count for tap in taps) or list(taps) != sorted(taps):
             raise self.error(
-                f"{name} are the boundaries {list(taps)}, expected numbers from 0 to {count} for a "
-                f"target of {count} layers: {remedy}"
-            )
-        if not by_hand and list(taps) != sorted(taps):
-            raise self.error(
-                f"{name} are the boundaries {list(taps)}, expected ascending ones: programs differ "
-                f"in the order in which they join others: {remedy}, in the order of fc.weight"
+                f"{name} are the boundaries {list(taps)}, expected ascending ones from 0 to {count}"
             )
         return tuple(taps)
 
@@ -239,7 +232,7 @@ class HeadFiles:
         if problems:
             about = ""
             if any("q_norm" in problem or "k_norm" in problem for problem in problems):
-                about = "; set backbone in draft_overrides: qwen3 has q_norm and k_norm, llama not"
+                about = "; correct model_type: layers of qwen3 have q_norm and k_norm, llama's not"
             raise self.error(
                 f"the tensors do not fit this {self.kind} head: {'; '.join(problems[:50])}{about}"
             )

@@ -108,7 +108,7 @@ class ModelSource(Draft):
         return True  # it is asked last
 
     @classmethod
-    def read(cls, files: DraftFiles, target: ModelConfig, overrides=None) -> ModelSource:
+    def read(cls, files: DraftFiles, target: ModelConfig) -> ModelSource:
         """See `Draft.read`; a draft head in the files is ignored.
 
         Raises:

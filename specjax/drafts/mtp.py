@@ -258,7 +258,7 @@ class MTPSource(HeadSource):
         return bool(cfg.mtp_num_layers) and fits
 
     @classmethod
-    def read(cls, files: DraftFiles | None, target: ModelConfig, overrides=None) -> MTPSource:
+    def read(cls, files: DraftFiles | None, target: ModelConfig) -> MTPSource:
         return cls.of(target)
 
     def load(self, files: DraftFiles) -> Params:

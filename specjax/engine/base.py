@@ -18,7 +18,6 @@ from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Progress, Sample
 from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
-from specjax.spelling import SettingError
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -177,19 +176,12 @@ class BaseEngine(abc.ABC):
             check_job(job.where, job, self.limits)
             features = features_of(job, runner.cfg.vocab_size)
             self._checked = facts, features
-        if job.params.strategy not in (None, *runner.plans):
-            raise ValueError(
-                f"{job.where} asks for strategy {job.params.strategy!r}, and only "
-                f"{', '.join(runner.plans)} were compiled; list it among the controller's"
-            )
         limit, pages = min(job.limit, runner.max_len), runner.pages - 1
         if (wanted := runner.pages_of(limit)) > pages:
-            raise SettingError(
-                lambda spell: (
-                    f"{job.where} may take {wanted} cache pages of {runner.page_size} "
-                    f"positions, and there are {pages}; raise {spell('cache_bytes')} (a page takes "
-                    f"{runner.page_bytes} bytes), or lower {spell('max_tokens')}"
-                )
+            raise ValueError(
+                f"{job.where} may take {wanted} cache pages of {runner.page_size} "
+                f"positions, and there are {pages}; raise cache_bytes (a page takes "
+                f"{runner.page_bytes} bytes), or lower max_tokens"
             )
         if progress is not None:
             _check_progress(job, progress, limit - len(job.prompt))

@@ -1,9 +1,9 @@
 """Chunks: what the next one runs and when it ends, and those that were enqueued.
 
 A chunk is a number of rounds that run in one program, without the host. How many is decided in
-this file: settings and the size of the batch bound them (`Runner.rounds`), and so do stop strings,
-probes of the controller, and sequences of other strategies whose turn comes next. A chunk may end
-early, when rows are free that waiting sequences could have (`until`).
+this file: settings and the size of the batch bound them (`Runner.rounds`), and so do stop strings
+and probes of the controller. A chunk may end early, when rows are free that waiting sequences could
+have (`until`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import operator
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 import jax
 
@@ -92,98 +91,48 @@ class Chunk:
         return 0 if self.ends.may_be_early else self.rounds
 
 
-class NextChunk:
-    """Decides what the next chunk is.
+def next_chunk(
+    runner: Runner,
+    sequences: list[Sample],
+    slots: int,
+    rows: int,
+    buckets: list[int],
+    controller: Controller,
+    unfinished: Unfinished,
+    others_wait: bool,
+) -> Chunk:
+    """The next chunk of sequences that may run, at least one, in the order of their starts.
 
-    Sequences whose requests name different strategies take turns, the group that waited longest
-    first. Sequences that name none run by the controller's choice, together with those that named
-    the strategy which it chose.
+    The controller chooses the strategy; it is `off` if all of them opted out of speculation.
+
+    Args:
+      slots: the most sequences that have a row.
+      rows: the batch size that decides how many rounds the chunk has, as it was known when pages
+        were reserved.
+      buckets: compiled batch sizes.
+      others_wait: whether further sequences, not among `sequences`, wait for a row.
     """
-
-    def __init__(self, runner: Runner):
-        self._runner = runner
-        self._last: dict[str | None, int] = {}  # number of the last turn of each group
-
-    def rows(self, running: int, slots: int, has_waiting: bool) -> int:
-        """The batch size that decides how many rounds the next chunk has.
-
-        It is called when pages are reserved for that chunk, before its sequences are known.
-        """
-        full = has_waiting or self._runner.plan.invariant
-        return slots if full else min(max(running, 1), slots)
-
-    def __call__(
-        self,
-        sequences: list[Sample],
-        slots: int,
-        rows: int,
-        buckets: list[int],
-        controller: Controller,
-        unfinished: Unfinished,
-        others_wait: bool,
-    ) -> Chunk:
-        """The next chunk of sequences that may run, at least one, in the order of their starts.
-
-        Args:
-          slots: the most sequences that have a row.
-          rows: what `rows` returned when pages were reserved.
-          buckets: compiled batch sizes.
-          others_wait: whether further sequences, not among `sequences`, wait for a row.
-        """
-        runner = self._runner
-        # The host finds stop strings, so chunks of samples that have some are short.
-        short = any(s.job.stop for s in sequences)
-        # The earliest sequences have the rows, so that none that took one over loses it again.
-        sequences, waiting = sequences[:slots], sequences[slots:]
-        length = None if short else max(rows, len(sequences))
-        most = functools.partial(runner.rounds, rows=length)
-        strategy, sequences, rounds, is_probe = self._turn(sequences, controller, most)
-        features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
-        rounds = min(rounds, runner.rounds(strategy, bucket))
-        waiting = waiting_for_rows(waiting, sequences, features)
+    # The host finds stop strings, so chunks of samples that have some are short.
+    short = any(s.job.stop for s in sequences)
+    # The earliest sequences have the rows, so that none that took one over loses it again.
+    sequences, waiting = sequences[:slots], sequences[slots:]
+    length = None if short else max(rows, len(sequences))
+    strategy, hint = OFF, None
+    if OFF not in runner.plans or any(s.job.params.speculative for s in sequences):
+        context = sum(sequence.length for sequence in sequences)
+        strategy = controller.select(len(sequences), context)
+        hint = controller.rounds_hint
+    features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
+    rounds = min(runner.rounds(strategy, length), runner.rounds(strategy, bucket))
+    waiting = waiting_for_rows(waiting, sequences, features)
+    if hint is not None:  # a probe has all its rounds, whichever samples end meanwhile
+        rounds = min(hint, rounds)
         ends = Until.of(rounds)
-        if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
-            smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
-            ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
-        tokens = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens)
-
-    def _turn(
-        self, sequences: list[Sample], controller: Controller, most: Callable[[str], int]
-    ) -> tuple[str, list[Sample], int, bool]:
-        """The strategy whose turn it is, its sequences, the most rounds, and whether it is a probe.
-
-        Args:
-          most: the most rounds of a chunk of a strategy.
-        """
-        groups: dict[str | None, list[Sample]] = {}
-        for sequence in sequences:
-            groups.setdefault(sequence.job.params.strategy, []).append(sequence)
-        name = min(groups, key=lambda name: (self._last.get(name, 0), name is not None))
-        strategy, hint, served = name, None, {name}
-        if name is None:
-            strategy, hint = self._choose(groups[None], controller)
-            served |= {strategy} & groups.keys()
-        rounds = most(strategy) if hint is None else min(hint, most(strategy))
-        if len(groups) > 1:
-            self._last |= dict.fromkeys(served, 1 + max(self._last.values(), default=0))
-            # While other groups wait, a turn has no more rounds than theirs would have: a chunk of
-            # plain decoding has several times as many as one that drafts, and would run most of
-            # the time.
-            waiting = {other or controller.current or strategy for other in groups.keys() - served}
-            rounds = min(rounds, *map(most, waiting | {strategy}))
-        of_turn = [s for s in sequences if s.job.params.strategy in served]
-        return strategy, of_turn, rounds, hint is not None
-
-    def _choose(self, free: list[Sample], controller: Controller) -> tuple[str, int | None]:
-        """The strategy of sequences that name none, and how many rounds the controller asks for.
-
-        It is `off` if all of them opted out of speculation.
-        """
-        if OFF in self._runner.plans and not any(s.job.params.speculative for s in free):
-            return OFF, None
-        context = sum(sequence.length for sequence in free)
-        return controller.select(len(free), context), controller.rounds_hint
+    else:
+        smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
+        ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
+    tokens = rounds * (runner.plans[strategy].steps + 1)
+    return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens)
 
 
 def choose_program(
@@ -224,13 +173,10 @@ def waiting_for_rows(
       sequences: sequences that have the rows of the chunk.
       features: features that its program serves.
     """
-    served = {s.job.params.strategy for s in sequences}
     drafts = any(s.job.params.speculative for s in sequences)  # or the chunk decodes plainly
 
     def fits(sequence: Sample) -> bool:
-        params = sequence.job.params
-        same = params.strategy in served and params.speculative <= drafts
-        return same and features.covers(sequence.features)
+        return sequence.job.params.speculative <= drafts and features.covers(sequence.features)
 
     return list(itertools.takewhile(fits, others))
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -29,14 +28,13 @@ import numpy as np
 
 from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
-from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
 from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
 from specjax.engine import settings
 from specjax.engine.base import BaseEngine
-from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
+from specjax.engine.chunks import Chunk, InFlight, choose_program, next_chunk
 from specjax.engine.pages import PagePool
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
@@ -45,10 +43,9 @@ from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
-from specjax.interfaces import Draft, FinishedSample
+from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
-from specjax.spelling import Spell, python
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
@@ -57,10 +54,6 @@ PREFILL_ROWS = 8  # the most prompts that one prefill reads
 # and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
 # which is 17 units. These give 29.
 MEASURING_COST, PLAIN_COST, DRAFTING_COST = 1, 1, 3
-ALARM_ROUNDS = 300  # rounds of samples that drafted, after which the accept length is looked at
-LEAST = 1.05  # accept length below which a draft is not the one for its target, or is run wrongly
-
-log = logging.getLogger(__name__)
 
 
 class Engine(BaseEngine):
@@ -79,7 +72,6 @@ class Engine(BaseEngine):
       more: further arguments of `Runner`.
 
     Attributes:
-      alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
       runner: the device side: weights, state and executables.
       scheduler: slots, pages and the queue.
       controller: the controller that chooses the strategy of each chunk.
@@ -140,10 +132,7 @@ class Engine(BaseEngine):
             self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
         self.preemptions = 0
-        # A draft without weights may find nothing, and a new head has not learnt anything yet.
-        checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
-        self.alarm = AcceptanceAlarm(source) if checked else None
-        self._watched: Params | None = None  # the head that was looked at last
+        self._watched: Params | None = None  # the head whose tokens were looked at last
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
@@ -187,8 +176,9 @@ class Engine(BaseEngine):
             runner.rewritten,
             expected_length if self.config.order == "longest_first" else None,
         )
-        self._in_flight, self._next_chunk = InFlight(runner), NextChunk(runner)
-        self._rows = 0  # what `NextChunk.rows` returned when pages were reserved last
+        self._in_flight = InFlight(runner)
+        # The batch size that decides how many rounds the next chunk has.
+        self._rows = 0
         self._events: list[Finished] = []
         self._ended: dict[int, None] = {}  # slots of ended samples, the latest last
         self.others_wait = False
@@ -207,9 +197,7 @@ class Engine(BaseEngine):
             rows[width] = several
         for bucket in self.buckets:
             strategies[bucket] = [
-                name
-                for name in self.runner.plans
-                if self.config.named_strategies or self.controller.may_choose(name, smallest)
+                name for name in self.runner.plans if self.controller.may_choose(name, smallest)
             ]
             smallest = bucket + 1
         return Programs(self.runner, rows, strategies)
@@ -310,16 +298,13 @@ class Engine(BaseEngine):
             self.preempt(sample, keep)
 
     def _look_at(self, head: Params) -> None:
-        """Looks anew at the accept length and at the tokens, for another head drafts from now on.
+        """Looks anew at the tokens that are drafted, for another head drafts from now on.
 
         Raises:
-          SettingError: the head drafts none of the ids that `token_map` lists.
+          ValueError: the head drafts none of the ids that `token_map` lists.
         """
-        if self.drafted is not None:  # first, for it refuses some heads
+        if self.drafted is not None:
             self.drafted.take_head(head)
-        if self.alarm is not None:
-            self.alarm.rounds = 0
-        if self.drafted is not None or self.alarm is not None:
             self._watched = head
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
@@ -536,9 +521,8 @@ class Engine(BaseEngine):
     def _make_room(self) -> None:
         """Reserves pages for what running samples may emit; preempts the latest if need be."""
         scheduler = self.scheduler
-        self._rows = self._next_chunk.rows(
-            len(scheduler.running), self.batch, scheduler.has_waiting
-        )
+        full = scheduler.has_waiting or self.runner.plan.invariant
+        self._rows = self.batch if full else min(max(len(scheduler.running), 1), self.batch)
         while True:
             scheduler.ahead = self._in_flight.max_tokens + self.runner.most_tokens(self._rows)
             latest = scheduler.reserve()
@@ -616,11 +600,15 @@ class Engine(BaseEngine):
         samples = [s for s in running if s.job.limit - s.length > certain[s]]
         if not samples:
             return False
-        # Further samples, not in the row map, wait for rows that become free.
-        others = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
-        controller = self._controller_for(min(len(samples), self.batch))
-        chunk = self._next_chunk(
-            samples, self.batch, self._rows, self.buckets, controller, self.unfinished, others
+        chunk = next_chunk(
+            runner,
+            samples,
+            self.batch,
+            self._rows,
+            self.buckets,
+            self._controller_for(min(len(samples), self.batch)),
+            self.unfinished,
+            others_wait=self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
         )
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from_others else []
@@ -693,13 +681,10 @@ class Engine(BaseEngine):
           context: tokens in the caches of all slots, summed over the rounds in which they ran.
         """
         rounds, sequences = int(result.rounds), chunk.sequences
-        opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
-        elif self.alarm is not None and not opted_out:
-            self.alarm.add(accepted[accepted >= 0])
         observation = functools.partial(
             Observation,
             batch_size=len(sequences),
@@ -708,7 +693,6 @@ class Engine(BaseEngine):
             tokens=int(result.report.counts[:rounds].sum()),
             rounds=rounds,
             catch_up=catch_up,
-            opted_out=len(opted_out),
             ended=ended,
             context=context / rounds if rounds else None,
         )
@@ -741,46 +725,3 @@ def _rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
         accepted=np.where(begins >= ends, -1, rejections.accepted),
         emitted=rejections.emitted & (rejections.position < ends),
     )
-
-
-class AcceptanceAlarm:
-    """Warns once of a head of which hardly a drafted token is accepted.
-
-    It looks at the accept length of the first `ALARM_ROUNDS` drafted rounds with each head.
-
-    Args:
-      source: what drafts.
-
-    Attributes:
-      spell: function that spells settings in the warning.
-      rounds: number of drafted rounds that were counted; 0 makes it count anew.
-    """
-
-    def __init__(self, source: Draft):
-        self.spell: Spell = python
-        self.rounds = self._accepted = 0
-        self._source = source
-
-    @property
-    def is_done(self) -> bool:
-        """Whether enough rounds were counted."""
-        return self.rounds >= ALARM_ROUNDS
-
-    def add(self, accepted: np.ndarray) -> None:
-        """Counts the tokens that drafted rounds accepted, until `is_done`; logs the warning."""
-        if self.is_done:
-            return
-        self._accepted = int(accepted.sum()) + (self._accepted if self.rounds else 0)
-        self.rounds += accepted.size
-        if self.is_done and (length := 1 + self._accepted / self.rounds) < LEAST:
-            log.warning(
-                "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self.rounds, advice(self._source, self.spell),
-            )  # fmt: skip
-
-
-def advice(source: Draft | None, spell: Spell = python) -> str:
-    """Says what to look at if hardly a drafted token is accepted; `spell` spells settings."""
-    text = "" if source is None else source.suspects()
-    text = text.replace("draft_overrides", spell("draft_overrides"))
-    return text[:1].upper() + text[1:] or "Is the draft the one that belongs to this policy?"

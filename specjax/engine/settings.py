@@ -10,7 +10,6 @@ from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.kernels.names import ATTENTION, GPUS, check_attention
 from specjax.settings import option
-from specjax.spelling import SettingError
 from specjax.weights.matrix import ASKED, check_products
 
 ORDERS = ("fifo", "longest_first")
@@ -45,8 +44,6 @@ class EngineConfig:
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
         turn of a conversation. Chunks then end early when slots become free, as they do while
         requests wait.
-      named_strategies: whether requests may name the strategy that they run by. If not, strategies
-        are not compiled ahead for batches for which the controller never chooses them.
     """
 
     chunk_tokens: int = 32
@@ -56,7 +53,6 @@ class EngineConfig:
     prefill_chunk: int = PREFILL_TOKENS
     order: str = option("fifo", choices=ORDERS)
     follow_ups: bool = option(False, internal=True)
-    named_strategies: bool = option(True, internal=True)
     attention: str = option("auto", choices=ATTENTION, own_path=True)
     products: str = option("auto", choices=ASKED, own_path=True)
     enforce_eager: bool = False
@@ -116,13 +112,10 @@ def require_speculation(spec: SpecConfig | None) -> None:
       ValueError: `spec` is plain decoding.
     """
     if spec is None or spec.is_off:
-        raise SettingError(
-            lambda spell: (
-                f"{spell('control')} chooses between ways to speculate, and "
-                f"{spell('spec') if spec is None else spell('strategy', 'off')} says that there is "
-                "no speculation; leave one of them out ('off' may be one of the controller's "
-                "strategies)"
-            )
+        raise ValueError(
+            "control chooses between ways to speculate, and "
+            f"{'spec=None' if spec is None else 'strategy=off'} says that there is no speculation; "
+            "leave one of them out ('off' may be one of the controller's strategies)"
         )
 
 

@@ -37,7 +37,6 @@ from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.kernels.dispatch import device_of
-from specjax.spelling import Spell, python
 from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
@@ -60,7 +59,6 @@ def load(
     spec: SpecConfig | None = None,
     dtype: str = AUTO,
     revision: str | None = None,
-    spell: Spell = python,
     control: ControlConfig | Mapping[str, Any] | str | None = None,
     attention: str = "auto",
 ) -> LLM:
@@ -72,7 +70,7 @@ def load(
       model: a Hugging Face directory or id, or a GGUF file.
       spec: how to speculate; None: `SpecConfig()`.
       revision: branch, tag or commit of an id.
-      dtype, spell, control: see `LLM`.
+      dtype, control: see `LLM`.
       attention: see `EngineConfig`.
 
     Raises:
@@ -101,7 +99,6 @@ def load(
         max_batch=batch,
         max_len=max_len,
         dtype=dtype,
-        spell=spell,
         control=control,
         engine=EngineConfig(attention=attention),
     )

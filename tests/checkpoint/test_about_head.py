@@ -37,11 +37,9 @@ def described(source: Draft, params) -> Draft:
     return again
 
 
-def test_settings_by_hand_that_no_layout_can_express_are_described(tmp_path):
-    source, params = read_draft(GOLDEN / "plain", POLICY, {"aux_hidden_state_layer_ids": [3, 1, 2]})
-    assert described(source, params).cfg.taps == (3, 1, 2)
-    source, params = read_draft(GOLDEN / "final_state", POLICY, {"norm_output": True})
-    assert described(source, params).cfg.norm_output
+def test_a_head_that_no_layout_can_express_is_described_and_not_written(tmp_path):
+    source, params = read_draft(GOLDEN / "final_state", POLICY)
+    assert described(source, params).cfg.taps == ("post_norm",)
     _, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
     assert not save_model(tmp_path / "hf", POLICY, policy, Head(source, params), None)
     assert (tmp_path / "hf" / "config.json").exists()

@@ -27,9 +27,6 @@ CONFIGS = {
     "goodput": ControlConfig(strategies=("off", "1_1_2", "4_1_5", "8_4_16", "4x2x1")),
     "untabled": ControlConfig(strategies=("2_1_3", "4_1_5")),
     "bandit": ControlConfig("bandit", ("8_4_32", "off", "2_1_3"), bandit=BanditConfig(window=4)),
-    "length": ControlConfig(
-        "bandit", ("8_4_32", "off"), bandit=BanditConfig(reward="accept_length", score="mean")
-    ),
     "ema": ControlConfig("ema", ema=EmaConfig((0, 1, 3, 7), 0.5, 1, 2)),
     "static": ControlConfig("static", ("4_1_5",)),
     "gated": ControlConfig("goodput", ("off", "4_1_5"), bs_threshold=4),

@@ -158,7 +158,6 @@ def test_a_speculation_config_refuses_what_it_cannot_do_when_it_is_made():
         ),
         (dict(ngram_max=300), "ngram_max <= 127, got ngram_min=1 and ngram_max=300"),
         (dict(tau=float("inf")), "finite number greater than 0, got inf"),
-        (dict(draft="d", draft_overrides=3), "draft_overrides: .int. object is not iterable"),
         (dict(draft="random", draft_kind="medusa"), "draft_kind must be one of mtp, eagle3"),
         (dict(ngram_min=3, ngram_max=2), "ngram_max <= 127, got ngram_min=3 and ngram_max=2"),
         (dict(tau=0.0), "tau must be a finite number greater than 0, got 0"),

@@ -176,7 +176,7 @@ def test_what_is_written_is_read_with_every_bit_the_same(tmp_path):
 def read(raw, tensors=None, target=TARGET):
     tensors = tensors_of() if tensors is None else tensors
     assert DFlashSource.is_of(raw, tensors)
-    return DFlashSource.read_files("config.json", raw, tensors, target, None).cfg
+    return DFlashSource.read_files("config.json", raw, tensors, target).cfg
 
 
 INNER = {**HEAD.layer_config(BODY), **WINDOWED}  # of speculators, with windows

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engines import ARMS, LONG, jobs_of, random_jobs, restless, tokens_of
+from engines import LONG, jobs_of, random_jobs, restless, tokens_of
 from shared import weights
 
 from specjax.control import make_controller
@@ -84,34 +84,6 @@ def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(mo
     assert chaos(4_000, seed=2)[1]
 
 
-# --- a request may name the strategy that drafts for it -------------------------------------------
-
-
-def plainly(jobs):
-    """Tokens of plain decoding, whatever the jobs name."""
-    return tokens_of(
-        [dataclasses.replace(j, params=dataclasses.replace(j.params, strategy=None)) for j in jobs]
-    )
-
-
-def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes():
-    """Four in a batch, of which two groups and a free one take turns."""
-    engine, jobs = restless(), []
-    for i, name in enumerate((*ARMS, None, "1_1_2", "3_1_4")):
-        params = dataclasses.replace(LONG, strategy=name, seed=i, max_tokens=30)
-        jobs += jobs_of([3, 1 + i], params)
-    samples, _ = engine.generate(jobs)
-    assert [sample.token_ids for sample in samples] == plainly(jobs)
-    ran = [[d for d, rounds in enumerate(s.stats.depths) if rounds] for s in samples]
-    assert ran[:3] == [[0], [1], [3]] and ran[4:] == [[1], [3]]
-
-
-def test_a_strategy_that_was_not_compiled_is_refused():
-    params = dataclasses.replace(LONG, strategy="5_1_6")
-    with pytest.raises(ValueError, match="'5_1_6', and only off, 1_1_2, 3_1_4 were compiled"):
-        restless().add(jobs_of([1, 2], params)[0])
-
-
 def test_where_nobody_speculates_the_plain_program_runs(monkeypatch):
     engine, ran = restless(), set()
     told = SimpleNamespace(news=lambda *_: None, chunk=lambda strategy, *_: ran.add(strategy))
@@ -120,6 +92,6 @@ def test_where_nobody_speculates_the_plain_program_runs(monkeypatch):
     plain = dataclasses.replace(LONG, speculative=False, max_tokens=12)
     jobs = jobs_of([3, 4], plain) + jobs_of([3, 5], plain)
     samples, _ = engine.generate(jobs)
-    assert ran == {"off"} and [sample.token_ids for sample in samples] == plainly(jobs)
+    assert ran == {"off"} and [sample.token_ids for sample in samples] == tokens_of(jobs)
     engine.generate(jobs_of([3, 4], dataclasses.replace(LONG, max_tokens=12)) + jobs)
     assert ran == {"off", "3_1_4"}

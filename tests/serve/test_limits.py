@@ -67,15 +67,12 @@ def test_a_server_without_speculation_says_so_and_takes_every_request(server: Se
     more = {"return_spec_details": True, "return_token_ids": True}
     choices = [
         post(server, {**asked, **more, "speculative": how}).json()["choices"][0]
-        for how in (True, False, "off")
+        for how in (True, False)
     ]
-    assert choices[0] == choices[1] == choices[2] and len(choices[0]["token_ids"]) == 8
+    assert choices[0] == choices[1] and len(choices[0]["token_ids"]) == 8
     details = choices[0]["spec_details"]
     assert (details["drafted"], details["rounds"], details["plain_rounds"]) == (0, 8, 8)
     assert set(details["origins"]) == {"plain"}
-    assert (
-        "off were compiled" in refusal(post(server, {**asked, "speculative": "2_1_3"}))["message"]
-    )
     info = httpx.get(f"{server.url}/server_info").json()
     [state] = info["internal_states"]
     assert info["strategies"] == ["off"] and state["speculative_num_steps"] == 0

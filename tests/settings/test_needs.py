@@ -38,8 +38,6 @@ REFUSED = [
     ("rl", "rollout.n=1", "rollout.n: expected at least 2"),
     ("rl", "rollout.partial=true", "raise over_sample"),
     ("rl", "rollout.control={} rollout.acceptance=block", "would depend on the clock"),
-    ("rl", "rollout.control.fastrl={enable: true, mode: 1}", "speculative has unknown keys mode"),
-    ("rl", "rollout.control.controller=ema rollout.control.ema_file=no.json", "no.json"),
     ("rl", "rollout.strategy=off draft.mode=online", "it needs a head to train"),
     ("rl", "rollout.draft=ngram draft.mode=online", "it needs a head to train"),
     ("rl", "draft.mode=none rollout.strategy=6_1_7", "draft.mode=none turn off"),
@@ -101,8 +99,6 @@ SPECULATION = [
     ("strategy=off draft=ngram", "it needs speculation"),
     ("strategy=off control.controller=ema", "it needs speculation"),
     ("draft_kind=eagle3", "draft=random"),
-    ("draft_overrides={backbone: qwen3}", "it needs a head in files"),
-    ("draft=d draft_overrides={norm: true}", "unknown setting of the head 'norm'"),
     ("draft=checkpoint ngram_max=6", "draft is checkpoint"),
     ("draft=ngram token_map=m", "and not draft=ngram"),
     ("invariant=true acceptance=block", "is about equal tokens"),
@@ -113,8 +109,6 @@ SPECULATION = [
     ("control.controller=static control.initial=2_1_3 strategy=6_1_7", "that may choose it"),
     ("control.initial=2_1_3", "controller=static or ema"),
     ("control.controller=bandit control.goodput.prior=0.1", "controller is bandit"),
-    ("control.fastrl={enable: false} draft=random", "it needs speculation"),
-    ("control.fastrl={eagle: {mab_configs: [2_1_3]}} control.bs_threshold=3", "fastrl"),
 ]
 
 

@@ -168,7 +168,7 @@ def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys):
     model = tiny_run.write_policy(tmp_path / "headless", with_head=False)
     argv = tiny_run.arguments(model, tmp_path / "run", draft__mode="online")
     message = refusal(capsys, argv)
-    assert "no draft head" in message and "rollout.draft=random" in message
+    assert "no draft head" in message and "draft=random" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -40,7 +40,7 @@ def starting_head(
       policy: parameters of the policy, from which a new head starts; None: it is random.
 
     Raises:
-      SettingError: the policy's checkpoint has no head, or the path does not exist.
+      ValueError: the policy's checkpoint has no head, or the path does not exist.
       CheckpointError: the head at the path is damaged or does not fit the policy.
     """
     # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
@@ -60,7 +60,7 @@ def head_shapes(
       own: what `specjax.checkpoint.weights.read_head` returned of the policy's checkpoint.
 
     Raises:
-      SettingError: as in `starting_head`.
+      ValueError: as in `starting_head`.
     """
     if spec.draft == "checkpoint":
         if own is None:
@@ -68,8 +68,7 @@ def head_shapes(
         own = run_as(own, model.run)
         return model, Head(own, head_shapes_of(own))
     if spec.draft_path is not None:
-        overrides = dict(spec.draft_overrides)
-        return sources.load_head(spec.draft_path, model, overrides=overrides, weights=False)
+        return sources.load_head(spec.draft_path, model, weights=False)
     source = sources.source_of(model, spec)
     if spec.draft == "random":
         model, source = sources.new_source(model, spec)

@@ -39,7 +39,6 @@ from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import device_bytes
 from specjax.shipped import find_shipped
-from specjax.spelling import SettingError, spelled
 from train.heads.files import head_shapes
 from train.heads.training import FIELDS, frozen_policy_parts
 from train.loss.packing import empty_batch
@@ -55,7 +54,6 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
-from train.rollout_schema import SPELL
 from train.run.start import add_own_family
 from train.schema import RLConfig
 
@@ -145,8 +143,8 @@ class Shapes:
         if drafting.spec is not None and trains(drafting.kind):
             try:
                 model, (self.source, head) = head_shapes(drafting.spec, model, own)
-            except SettingError as error:
-                raise ConfigError(spelled(error, SPELL)) from error
+            except ValueError as error:
+                raise ConfigError(f"rollout: {error}") from error
             self.head = self._placed(head, self.source.axes())
         self.model = as_computed(cfg, model)
         self.params = self._like_params(lambda: init_params(self.model))
@@ -199,9 +197,7 @@ class Shapes:
             return source_of(model, spec), None
         if drafting.kind is not ModelSource:
             path = str(self._find_draft(spec.draft_path))
-            source, head = load_head(
-                path, model, overrides=dict(spec.draft_overrides), weights=False
-            )[1]
+            source, head = load_head(path, model, weights=False)[1]
             return source, self._placed(head, source.axes())
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))

@@ -38,7 +38,6 @@ from specjax.models.families import add_family
 from specjax.parallel import distributed
 from specjax.parallel.distributed import DistributedError
 from specjax.settings import require_same_settings
-from specjax.spelling import SettingError, dotted, spelled
 from specjax.tokenizer import reads_date
 from train.data.tasks.files import InputFileError
 from train.rewards.scoring import RewardsFailedError
@@ -389,8 +388,8 @@ def add_own_family(path: str | None) -> None:
     """
     try:
         add_family(path)
-    except SettingError as error:
-        raise ConfigError(spelled(error, dotted({}))) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def settle_date(cfg: Any, run: Path | None) -> None:
