@@ -271,7 +271,7 @@ def settle_drafting(
     )
     if mode == "auto":
         with_head = trains(drafting.kind)
-        cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
+        cfg.draft.mode = "online" if with_head else "frozen"
     require_effect(cfg)
     trained = {
         "draft.mode=online": cfg.draft.mode == "online",
@@ -294,7 +294,7 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
         return drafting.described()
-    text = f"{drafting.described()} ({cfg.draft.describe_mode()}"
+    text = f"{drafting.described()} (draft.mode={cfg.draft.mode}"
     if cfg.draft.mode != "online":
         return f"{text})"
     steps = cfg.draft.unroll_steps

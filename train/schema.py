@@ -25,7 +25,6 @@ from train.loss.algo import AlgoSection, algo, choose_algo
 from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards.builtin import THINKS_FIRST
-from train.rewards.scoring import labels_of
 from train.rollout_schema import PENALTIES, RolloutSection
 
 
@@ -468,7 +467,7 @@ class SFTConfig(Trained):
                 "no demonstration: raise packing.row_length, or set data.overlong_prompts=drop"
             )
         if self.draft.mode == "auto":
-            self.draft.mode = "online" if self.draft.moves else "frozen"
+            self.draft.mode = "online"
         self.optim.settle(is_new=self.init is None)
         if self.init is None:  # else the checkpoint decides
             self.draft.optim.settle(is_new=True)
@@ -610,7 +609,6 @@ class RLConfig(Trained):
         for name in names:
             if name != "auto" or len(names) > 1:
                 REWARDS.check(name)
-        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
         least = getattr(self.algo, "least_samples", 2)
         if self.rollout.n < least:
             raise ValueError(
@@ -633,7 +631,7 @@ class RLConfig(Trained):
         elif self.draft.mode == "auto" and not self.rollout.speculates:
             self.draft.mode = "none"
         elif self.draft.mode == "auto" and self.rollout.draft in ("checkpoint", "random"):
-            self.draft.mode = "online" if self.draft.moves else "frozen"
+            self.draft.mode = "online"
         elif self.draft.mode == "auto" and self.rollout.draft == "ngram":
             self.draft.mode = "frozen"
         self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
@@ -642,7 +640,7 @@ class RLConfig(Trained):
     @property
     def trains_head(self) -> bool:
         """A draft head that is trained: one that drafts, with draft.mode=online."""
-        may_train = self.draft.mode in ("auto", "online") and self.draft.moves
+        may_train = self.draft.mode in ("auto", "online")
         return may_train and self.rollout.speculates and self.rollout.drafts_by_network
 
     @property
@@ -700,9 +698,8 @@ def _check_spot(cfg: RLConfig) -> None:
     if not cfg.trains_head:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
-            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g}, rollout.draft="
-            f"{cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; set "
-            "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
+            f"rollout.draft={cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; "
+            "set draft.mode=online and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:
         raise ValueError(

@@ -43,7 +43,7 @@ from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.algo import preset_line
 from train.loss.flops import UpdateSpeed, training_devices
 from train.loss.packing import Sample, empty_batch, pack, padding_share
-from train.loss.terms import KL, count_denominators, finalize_metrics
+from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -67,7 +67,6 @@ from train.rollout.replicas import (
     control_metrics,
     copies_for,
     gather_replicas,
-    idle_device_warnings,
     join_engines,
     write_telemetry,
 )
@@ -138,6 +137,7 @@ class Trainer:
         eos_ids = self.model.eos_token_ids
         self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
+        self.notes += self.drafting, self._compiling_line()
 
     def _read_inputs(self) -> None:
         """Reads model config, tokenizer and data, and checks them before anything is computed."""
@@ -146,7 +146,6 @@ class Trainer:
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
             self.copies = copies_for(self.mesh, self.replica_meshes)
-            warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
             lines = [settle_length(cfg, target), preset_line(cfg.algo)]
@@ -157,7 +156,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = [*warnings, *filter(None, lines), *inputs.notes, *about_sets]
+        self.notes = [*filter(None, lines), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
@@ -213,20 +212,20 @@ class Trainer:
 
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
-        runner, roll, self.vocabulary = self._any_engine.runner, self.cfg.rollout, None
+        runner, self.vocabulary = self._any_engine.runner, None
         if runner.weights.ids is None:
             return
         size = self.model.vocab_size
         always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
-        every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
+        follows = spec.token_map is None and spec.by_token
         ids = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, ids)
         except ValueError as error:
             raise ConfigError(f"rollout: {error}") from error
-        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
+        self.vocabulary = DraftVocabulary(size, first, always, follows, ids)
         self._give_vocabulary()
 
     def _give_vocabulary(self) -> None:
@@ -285,10 +284,17 @@ class Trainer:
             lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
-    def programs_to_compile(self) -> int:
-        """Counts the programs of rollouts that `warm_up` compiles."""
+    def _compiling_line(self) -> str:
+        """Writes the line before `warm_up`, which may take minutes."""
         engines = [*self.engines, *self._plain_engines]
-        return sum(engine.programs().count(self._features) for engine in engines)
+        count = sum(engine.programs().count(self._features) for engine in engines)
+        fewer = ""
+        if len(self._any_engine.runner.programs) > 1:
+            fewer = ", fewer in rollout.control.strategies"
+        return (
+            f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
+            f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
+        )
 
     @property
     def _features(self) -> tuple[Features]:
@@ -368,9 +374,6 @@ class Trainer:
         self._work, started = "policy update", time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
-        every = self.cfg.algo.ref_update_steps
-        if self.reference is not None and every and step % every == 0:
-            self.reference = jax.tree.map(jnp.copy, self.params)
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
@@ -509,12 +512,12 @@ class Trainer:
         return for_head, states_of_head
 
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
-        estimate, of_samples = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
+        """Estimates KL(policy || reference) by `k1` at each response token."""
+        of_samples = [None] * len(samples)
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
             placed, ids = self.policy.place(batch), batch["sample_ids"]
-            scores = [self._fetched_logprobs(p, placed) for p in (self.params, self.reference)]
-            kl = np.asarray(estimate(*scores))
+            kl = self._fetched_logprobs(self.params, placed)
+            kl = k1(kl, self._fetched_logprobs(self.reference, placed))
             for i in np.unique(ids[ids >= 0]).tolist():
                 generated = batch["positions"] >= len(samples[i].prompt_ids)
                 of_samples[i] = kl[(ids == i) & generated]
