@@ -613,6 +613,10 @@ class DraftFiles(Protocol):
         """
 
 
+def _lacks(draft: type, method: str) -> str:
+    return f"{draft.__name__} has no method `{method}`, which this needs; write it"
+
+
 class Draft(Protocol):
     """A draft source: it proposes tokens. A wrong proposal costs time. It changes no
     token in `coupled` and `greedy` mode, and no distribution in the other modes.
@@ -720,9 +724,7 @@ class Draft(Protocol):
             target.
           specjax.checked_json.UnsupportedModelError: they ask for what cannot be computed.
         """
-        raise NotImplementedError(
-            f"{cls.__name__} is not read from files: it has no method `read`; use it by its name"
-        )
+        raise NotImplementedError(_lacks(cls, "read"))
 
     def rows(self) -> Mapping[Any, Any]:
         """Returns a tree of `Param`, one per array, in the structure of the draft's parameters.
@@ -741,10 +743,7 @@ class Draft(Protocol):
         Args:
           dtype: dtype of the weights in the files.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} is not written to files: it has no method `saved`; keep the "
-            "checkpoints of the run"
-        )
+        raise NotImplementedError(_lacks(type(self), "saved"))
 
     def unwritable(self) -> str | None:
         """Returns why files cannot express the draft; None: they can."""
@@ -787,9 +786,7 @@ class Draft(Protocol):
 
         Optional: without it a draft is not trained.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be trained: it has no method `init`; leave it as it is"
-        )
+        raise NotImplementedError(_lacks(type(self), "init"))
 
     def unroll(
         self,
@@ -818,16 +815,11 @@ class Draft(Protocol):
           for each step s, states for the language-model head (see `head`), of which row t predicts
           the token 2 + s positions behind it.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be trained: it has no method `unroll`; leave it as it is"
-        )
+        raise NotImplementedError(_lacks(type(self), "unroll"))
 
     def with_network(self, cfg: Any) -> Draft:
         """Returns the draft with another config of its network: the engine chose the kernels."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has a network, for which kernels are chosen, and no method "
-            "`with_network` that takes the choice; write one"
-        )
+        raise NotImplementedError(_lacks(type(self), "with_network"))
 
     def axes(self) -> Axes:
         """Returns the logical axes of the draft's parameters by their names, see `Param`."""
@@ -859,10 +851,7 @@ class Draft(Protocol):
         The arrays are the entry `history` of the draft's parameters, on every device. Called where
         `needs.history` is set.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
-            "`store`; write one"
-        )
+        raise NotImplementedError(_lacks(type(self), "store"))
 
     def feed(self, store: Any, samples: Sequence[FinishedSample]) -> Any:
         """Adds samples that have ended to the store; returns arrays of the same shapes and types.
@@ -874,10 +863,7 @@ class Draft(Protocol):
           store: arrays that `store` or `feed` returned; they may be changed in place.
           samples: samples that have ended since the last call.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
-            "`feed`; write one"
-        )
+        raise NotImplementedError(_lacks(type(self), "feed"))
 
     def margin(self, steps: int) -> int:
         """Counts the positions past the longest sequence that rounds of `steps` steps write to."""
@@ -968,13 +954,11 @@ class Draft(Protocol):
         Returns:
           the proposal, and work: whatever this call hands to the next call of the round.
         """
-        raise NotImplementedError(f"{type(self).__name__} drafts nothing: write its method `begin`")
+        raise NotImplementedError(_lacks(type(self), "begin"))
 
     def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
         """Proposes what may follow each row of a level; returns the proposal and new work."""
-        raise NotImplementedError(
-            f"{type(self).__name__} drafts one level alone: write its method `step`"
-        )
+        raise NotImplementedError(_lacks(type(self), "step"))
 
     def commit(
         self,

@@ -33,6 +33,7 @@ import numpy as np
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
+from specjax.engine.llm import LEAST
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.parallel import distributed, sharding
@@ -45,8 +46,6 @@ from train.run.files import complete_steps, read_metrics
 from train.run.start import Run, say, start
 from train.schema import RLConfig
 from train.trainer import Trainer
-
-LEAST = 1.05  # accept length below which speculation only costs time
 
 
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:

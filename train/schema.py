@@ -133,7 +133,7 @@ class DataConfig:
         packing.row_length or the model's positions, without truncate.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
-        error ends the run at start, drop skips them, keep only warns.
+        error ends the run at start, keep warns.
       strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
       dataset: name of a data set of reasoning-gym, with task=reasoning_gym; `seed` is its seed.
       dataset_args: further arguments of that data set, such as {max_digits: 2}.
@@ -160,9 +160,7 @@ class DataConfig:
     date: str | None = None
     overlong_prompts: str = option("auto", choices=("auto", "drop", "truncate", "error"))
     duplicates: str = option("keep", choices=("keep", "drop"), needs="path")
-    unwinnable: str = option(
-        "error", choices=("error", "drop", "keep"), needs=("path", "checks_gold")
-    )
+    unwinnable: str = option("error", choices=("error", "keep"), needs=("path", "checks_gold"))
     strip_calculator: bool = option(True, needs="path")
     train_size: int = option(1_000_000, least=1, needs="!path")
     heldout_size: int = option(512, least=1, needs="eval.any")

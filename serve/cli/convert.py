@@ -56,8 +56,6 @@ class ConvertConfig:
       dtype: dtype of the written weights; null: that of the source.
       like: Hugging Face directory or id with config and tokenizer, for a source that does not say
         what it is: a head alone.
-      force: replace a checkpoint at the target, once the new one is complete; a directory that
-        holds more than a checkpoint is never replaced.
     """
 
     words: ClassVar[tuple[str, ...]] = ("source", "target")
@@ -72,7 +70,6 @@ class ConvertConfig:
     revision: str | None = None
     dtype: str | None = option(None, choices=("float32", "bfloat16", "float16"))
     like: str | None = None
-    force: bool = False
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -30,7 +30,6 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import (
     CHECKPOINTS,
     HUGGING_FACE,
-    RUN,
     TOKENIZER,
     Model,
     cast_floats,
@@ -52,7 +51,6 @@ from specjax.config.dtype import DTYPES
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
 from specjax.hub import find_model
-from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
@@ -96,7 +94,6 @@ def convert(
     step: int | None = None,
     dtype: str | None = None,
     like: str | Path | None = None,
-    force: bool = False,
     revision: str | None = None,
     load_format: str = AUTO,
 ) -> Converted:
@@ -113,7 +110,6 @@ def convert(
       dtype: dtype on disk; None: the source's.
       like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
         none. A head in files of its own needs it: the config of its policy.
-      force: whether to replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
       load_format: format of the source, see `specjax.weights.open_checkpoint`.
 
@@ -130,7 +126,8 @@ def convert(
         raise CheckpointError(
             f"{source} holds {what_it_is}, expected --to {' or '.join(layouts)}, got {to}"
         )
-    _require_free(source, target, force)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists; choose another target, or remove it")
     dtype = dtype and dtype_name(dtype)
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
     if not foreign:
@@ -295,29 +292,3 @@ def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
         if place is not None:
             (partial / place).mkdir()
             copy_tokenizer(model.tokenizer, partial / place)
-
-
-def _require_free(source: Path, target: Path, force: bool) -> None:
-    """Raises `CheckpointError` unless the target is free, or a checkpoint that may be replaced."""
-    if source.absolute().resolve().is_relative_to(target.resolve()):
-        raise CheckpointError(f"{target} is or holds the source; choose another target")
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not force:
-        raise CheckpointError(f"{target} exists; choose another target, or replace it with --force")
-    if not _is_checkpoint(target):
-        raise CheckpointError(
-            f"{target} exists and holds more than a checkpoint; --force replaces nothing else, so "
-            "choose another target"
-        )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Returns whether a path holds only files of `convert`; a training run also has logs."""
-    if not path.is_dir():
-        return False
-    names = {child.name for child in path.iterdir()}
-    if layout_of(path) == RUN:
-        return names <= {CHECKPOINTS, TOKENIZER}
-    known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, MORE_TEMPLATES}
-    return all(name in known or name.endswith(".safetensors") for name in names)

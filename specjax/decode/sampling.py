@@ -264,23 +264,14 @@ def sanitise(logits: Float[Array, "... V"], needs_q: bool = True) -> Float[Array
     logits, whose sign the repetition penalty looks at.
 
     Args:
-      needs_q: whether the rule divides by q. Where it does not, a GPU does not look for rows to
-        shift, which takes three kernels per draft step: a shift changes no token that is emitted.
+      needs_q: whether the rule divides by q. Where it does not, no row is shifted, which changes no
+        token that is emitted.
     """
     logits = shards.pin(logits)
-    if needs_q:
-        return _shifted(_finite(logits))
-    return jax.lax.platform_dependent(
-        logits, cuda=_finite, default=lambda logits: _shifted(_finite(logits))
-    )
-
-
-def _finite(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     number = jnp.where(logits == jnp.inf, 1e30, logits)
-    return jnp.where(jnp.isnan(logits), -1e30, number)
-
-
-def _shifted(number: Float[Array, "... V"]) -> Float[Array, "... V"]:
+    number = jnp.where(jnp.isnan(logits), -1e30, number)
+    if not needs_q:
+        return number
     best = number.max(axis=-1, keepdims=True)
     return number - jnp.where((jnp.abs(best) > 100) & ~jnp.isneginf(best), best, 0.0)
 
@@ -712,18 +703,8 @@ def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -
     """Computes the log-sum-exp that log-probabilities need; it also tells invalid rows.
 
     NaN, and a row of -inf alone, make it not finite. +inf does not, for scaling rounds it to the
-    largest float: so the greatest raw logit is looked at as well. A GPU reads the logits once,
-    other platforms twice.
+    largest float: so the greatest raw logit is looked at as well.
     """
-    return jax.lax.platform_dependent(
-        logits, temperature, cuda=normaliser_in_one_pass, default=normaliser_in_two_passes
-    )
-
-
-def normaliser_in_two_passes(
-    logits: Float[Array, "B R V"], temperature: Float[Array, " B"]
-) -> Normaliser:
-    """Computes `normaliser`: first the greatest logit, then the sum."""
     # A maximum need not pass NaN on; the sum does.
     largest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     peak = tempered(largest, temperature)
@@ -731,30 +712,6 @@ def normaliser_in_two_passes(
     total = jnp.exp(tempered(logits, temperature) - peak).sum(axis=-1)
     log_sum = jnp.log(total) + peak[..., 0]
     return Normaliser(log_sum, jnp.isfinite(log_sum) & (largest[..., 0] < jnp.inf))
-
-
-def normaliser_in_one_pass(
-    logits: Float[Array, "B R V"], temperature: Float[Array, " B"]
-) -> Normaliser:
-    """Computes `normaliser` by one reduction of pairs: a maximum, and the sum relative to it.
-
-    It has no gradient. The sums are those of two passes but for their rounding.
-    """
-
-    def join(a, b):
-        (peak, total), (other, rest) = a, b
-        largest = jnp.maximum(peak, other)
-        # Equal numbers, -inf among them, have no difference to take the exponential of.
-        total = jnp.where(peak == largest, total, total * jnp.exp(peak - largest))
-        rest = jnp.where(other == largest, rest, rest * jnp.exp(other - largest))
-        return largest, total + rest
-
-    scaled = jnp.where(logits == jnp.inf, jnp.nan, tempered(logits, temperature))
-    start = jnp.float32(-jnp.inf), jnp.float32(0)
-    pairs = scaled, jnp.where(jnp.isnan(scaled), jnp.nan, 1.0)
-    peak, total = jax.lax.reduce(pairs, start, join, (logits.ndim - 1,))
-    log_sum = jnp.log(total) + peak
-    return Normaliser(log_sum, jnp.isfinite(log_sum))
 
 
 def chosen_logprobs(

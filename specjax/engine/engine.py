@@ -39,7 +39,7 @@ from specjax.engine.pages import PagePool
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
-from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished
+from specjax.engine.sequence import Finished, Sample, Unfinished, listed
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
@@ -365,7 +365,7 @@ class Engine(BaseEngine):
 
     def _drop(self, sample: Sample) -> None:
         self.scheduler.drop(sample)
-        self.unfinished.remove(sample)
+        del self.unfinished[sample]
 
     # --- the host loop ---------------------------------------------------------------------------
 
@@ -627,7 +627,7 @@ class Engine(BaseEngine):
         self.runner.agreement.receive(chunk.announced)
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.receive()
-        lists = ResultLists.of(result)
+        lists = listed(result)
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
@@ -648,7 +648,7 @@ class Engine(BaseEngine):
                 self._in_flight.cut_short = True
             if sample.length > known:  # else it had no row, or its logits were invalid
                 catch_up = max(catch_up, sample.unread)
-                ran = sum(count > 0 for count in lists.counts[index])
+                ran = sum(count > 0 for count in lists.report.counts[index])
                 context += ran * (known + sample.length) / 2
                 sample.unread = 0 if reads else sample.unread + sample.length - known
                 if self.watcher is not None:
@@ -704,7 +704,7 @@ class Engine(BaseEngine):
     def _finish(self, sample: Sample, output: SampleOutput) -> None:
         self._ended[sample.slot] = None
         self.scheduler.finish(sample)
-        self.unfinished.remove(sample)
+        del self.unfinished[sample]
         if self.drafted is not None and self.drafted.counts is not None:
             self.drafted.counts.add(output.token_ids)
         if self.runner.takes_samples:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from specjax.checkpoint.weights import Head, load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
+from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import ControlConfig
 from specjax.engine.base import BaseEngine
 from specjax.engine.compare import Difference, first_differences
@@ -66,6 +67,8 @@ DEVICE_SHARE = 0.9  # of an accelerator's memory, for weights and caches; vLLM's
 # Of a computer's memory, which other programs use, and in which weights are read and converted.
 HOST_SHARE = 1 / 16
 PAGE = 128  # positions
+WARN_ROUNDS = 300  # drafted rounds of a call that say whether its accept length is too low
+LEAST = 1.05  # accept length below which a draft is not the one for its target, or is run wrongly
 
 
 class Piece(NamedTuple):
@@ -215,6 +218,9 @@ class LLM:
         self._plain: Engine | None = None
         self.totals: Totals | None = None
         self.differences: list[Difference] | None = None
+        # A draft without weights may find nothing, and a new head has not learnt anything yet.
+        has_network = source is not None and source.network is not None
+        self._may_warn = has_network and self.spec.draft != RANDOM_DRAFT
 
     def _engine(self, spec: SpecConfig | None, source=None, control=None, mesh=None) -> Engine:
         return Engine(
@@ -622,7 +628,16 @@ class LLM:
             bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
         with bar:
-            return engine.generate(jobs, show if progress else None)
+            result = engine.generate(jobs, show if progress else None)
+        _, totals = result
+        length = totals.drafted_accept_length
+        if self._may_warn and totals.drafted_rounds >= WARN_ROUNDS and length < LEAST:
+            self._may_warn = False
+            log.warning(
+                "accept length has been %.2f for %d rounds: speculation only costs time; is the "
+                "draft the one that belongs to this policy?", length, totals.drafted_rounds
+            )  # fmt: skip
+        return result
 
 
 def _one_of(params, sampling_params):

@@ -6,14 +6,12 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
-from specjax.decode.report import Report
 from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
 from specjax.engine.request import BONUS, DRAFT, ERROR, PLAIN, UNKNOWN, Job, SampleOutput, SpecStats
@@ -89,39 +87,21 @@ class News(NamedTuple):
         )
 
 
-class ResultLists(NamedTuple):
-    """A chunk's result as lists, whose elements are read many times as fast as those of arrays.
+def listed(result: Result) -> Result:
+    """A result that is on the host, with lists, whose elements are read many times as fast.
 
-    Attributes:
-      tokens: tokens of each sequence of the row map, [N][C].
-      logprobs: log-probabilities of these tokens, [N][C].
-      length: prompt and generated tokens of each sequence, [N].
-      finish: state of each sequence, `RUNNING` or why it ended, [N].
-      counts: tokens that each sequence emitted in each round, [N][R].
-      report: the rest, as arrays, which is rarely used.
+    They take the place of `tokens`, `length`, `finish`, and of the report's `logprobs` and, by
+    sequence and round, `counts`.
     """
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    length: list[int]
-    finish: list[int]
-    counts: list[list[int]]
-    report: Report
-
-    @classmethod
-    def of(cls, result: Result) -> ResultLists:
-        """The lists of a result that is on the host."""
-        report = result.report
-        counts = report.counts[: int(result.rounds)]
-        used = int(counts.sum(axis=0).max(initial=0))
-        return cls(
-            result.tokens[:, :used].tolist(),
-            report.logprobs[:, :used].tolist(),
-            result.length.tolist(),
-            result.finish.tolist(),
-            counts.T.tolist(),
-            report,
-        )
+    counts = result.report.counts[: int(result.rounds)]
+    used = int(counts.sum(axis=0).max(initial=0))
+    logprobs = result.report.logprobs[:, :used].tolist()
+    return result._replace(
+        tokens=result.tokens[:, :used].tolist(),
+        length=result.length.tolist(),
+        finish=result.finish.tolist(),
+        report=result.report._replace(logprobs=logprobs, counts=counts.T.tolist()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,29 +233,29 @@ class Sample:
         return Progress(*lists, transformed, self.records, self.origins)
 
     def take_in(
-        self, row: int, lists: ResultLists, tree: Tree | DynamicTree | None, version: int
+        self, row: int, result: Result, tree: Tree | DynamicTree | None, version: int
     ) -> SampleOutput | None:
         """Appends the tokens that a chunk emitted for this sample.
 
         Args:
           row: index of the sample in the row map.
-          lists: result of the chunk.
+          result: result of the chunk, `listed`.
           tree: tree of its rounds; None: they drafted nothing.
           version: version of the weights that ran.
 
         Returns:
           the finished sample, if it ended here.
         """
-        count, finish = lists.length[row] - self.length, lists.finish[row]
+        count, finish = result.length[row] - self.length, result.finish[row]
         if count <= 0:
             return self.output(FINISH_REASONS[finish]) if finish == INVALID else None
-        report, before, best = lists.report, len(self.tokens), self.job.params.logprobs
+        report, before, best = result.report, len(self.tokens), self.job.params.logprobs
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((before, version))
-        new = lists.tokens[row][:count]
+        new = result.tokens[row][:count]
         cut = None if self._stops is None else self._stops.feed(new)
         self.tokens += new
-        self.logprobs += lists.logprobs[row][:count]
+        self.logprobs += report.logprobs[row][:count]
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if report.records is not None:
@@ -285,7 +265,7 @@ class Sample:
             rows = row, slice(count), slice(best)
             self._top += _entries(report.top.ids[rows], report.top.logprobs[rows])
         kept = count if cut is None else cut.tokens - before
-        rounds = self._count_rounds(lists.counts[row], kept)
+        rounds = self._count_rounds(report.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
         steps, rows = (tree.steps, tree.rows - 1) if drafts else (0, 0)
         self._drafted += len(rounds) * rows
@@ -360,45 +340,24 @@ def _entries(ids: np.ndarray, logprobs: np.ndarray) -> list[dict[int, float]]:
     ]
 
 
-class Unfinished:
-    """The samples that were added to an engine and have not ended, and the features they need.
+class Unfinished(dict[Sample, None]):
+    """The samples that were added to an engine and have not ended, in the order of their coming.
 
     Attributes:
-      counts: number of unfinished samples by the features that they need.
-      seen: all features needed since the set of unfinished samples was last empty.
+      seen: all features needed since there was none last.
     """
 
-    def __init__(self):
-        self._samples: dict[Sample, None] = {}
-        self.counts: Counter[Features] = Counter()
-        self.seen = Features()
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __contains__(self, sample: Sample) -> bool:
-        return sample in self._samples
-
-    def __iter__(self):
-        return iter(list(self._samples))
+    seen = Features()
 
     def add(self, sample: Sample) -> None:
         """Adds a sample that was queued."""
-        self.seen = self.seen | sample.features if self._samples else sample.features
-        self._samples[sample] = None
-        self.counts[sample.features] += 1
-
-    def remove(self, sample: Sample) -> None:
-        """Removes a sample that has ended."""
-        del self._samples[sample]
-        self.counts[sample.features] -= 1
-        if not self.counts[sample.features]:
-            del self.counts[sample.features]
+        self.seen = self.seen | sample.features if self else sample.features
+        self[sample] = None
 
     @property
     def features(self) -> Features:
         """All features that unfinished samples need; the default ones where there are none."""
-        return functools.reduce(operator.or_, self.counts or [Features()])
+        return functools.reduce(operator.or_, {s.features for s in self} or [Features()])
 
 
 def origins_of(rounds: list[int], steps: int) -> str:

@@ -15,26 +15,18 @@ class Collective(NamedTuple):
       group: number of devices that communicate with each other.
       result: bytes of the result on one device.
       received: bytes that one device receives from others.
-      name: name of the weight, in a program of `reshard.py`; None: the compiler gives none.
     """
 
     kind: str
     group: int
     result: int
     received: int
-    name: str | None = None
 
 
 _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
     r"(?P<start>-start)?\("
 )
-# A collective of the program itself is named by its scope. One that the compiler adds has, with jax
-# 0.10, the scope of the operation that needs it, and with later versions the scope of its operand;
-# for an argument that is the argument's path.
-_SCOPE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
-_ARGUMENT = re.compile(r'op_name="\w+((?:\[[^]"]+\])+)"')
-_KEY = re.compile(r"\[[\\']*([^]\\']+)[\\']*\]")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _HANDLE = ("u32", "")
 _BITS = {"pred": 8, "bf16": 16}
@@ -62,17 +54,8 @@ def received(hlo: str) -> list[Collective]:
             "reduce-scatter": result * (group - 1),
             "collective-permute": result,
         }[kind]
-        found.append(Collective(kind, group, result, round(moved), _weight(line)))
+        found.append(Collective(kind, group, result, round(moved)))
     return found
-
-
-def _weight(line: str) -> str | None:
-    """Returns the name of the weight that an operation belongs to."""
-    if scope := _SCOPE.search(line):
-        return scope[1]
-    if argument := _ARGUMENT.search(line):
-        return ".".join(["weight", *_KEY.findall(argument[1])])
-    return None
 
 
 def _bytes(dtype: str, dims: str) -> int:

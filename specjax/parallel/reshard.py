@@ -21,21 +21,17 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
-from specjax.parallel.collectives import Collective
 
 log = logging.getLogger(__name__)
 MeshAxes = tuple[str, ...]
-
-UNNAMED = "an operation that belongs to no weight"  # replaces a weight's name
 
 
 class Reshard:
@@ -49,7 +45,6 @@ class Reshard:
         in another way, such as layer by layer. It must need no communication.
 
     Attributes:
-      shards: bytes of each weight that a device keeps, by name.
       made: shapes of the results.
 
     Raises:
@@ -74,7 +69,8 @@ class Reshard:
         )  # fmt: skip
 
         def one(path, x, route):
-            with jax.named_scope(_name(path)):  # names the weight
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            with jax.named_scope(f"weight.{name}"):
                 return route.apply(common.mesh, x)
 
         def reshard(tree):
@@ -93,10 +89,6 @@ class Reshard:
             lambda x, new: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new),
             moved, self._targets,
         )  # fmt: skip
-        self.shards = {
-            _name(path): math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-            for path, x in jax.tree_util.tree_leaves_with_path(self.made)
-        }
 
     def __call__(self, tree: Params) -> Params:
         return jax.tree.map(_named, self.compiled(tree), self._targets)
@@ -108,20 +100,6 @@ class Reshard:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         return self.lower().compile()
-
-    def excess(self, collectives: Sequence[Collective]) -> list[str]:
-        """Returns the weights of which a device receives, or briefly holds, more than it keeps.
-
-        Args:
-          collectives: collectives of the program, compiled for these devices or for a topology.
-        """
-        got: dict[str, int] = {}
-        most: dict[str, int] = {}
-        for c in collectives:
-            name = c.name or UNNAMED  # an unnamed operation keeps nothing
-            got[name] = got.get(name, 0) + c.received
-            most[name] = max(most.get(name, 0), c.result)
-        return sorted(n for n in got if max(got[n], most[n]) > self.shards.get(n, 0))
 
 
 class Mover:
@@ -160,11 +138,6 @@ class Mover:
                 log.info("weights are copied shard by shard: %s", error)
                 self._programs[key] = None
         return self._programs[key]
-
-    @property
-    def programs(self) -> list[Reshard]:
-        """Returns all programs so far."""
-        return [program for program in self._programs.values() if program is not None]
 
     def holds(self, tree: Params) -> bool:
         """Returns whether each of the target's devices holds its shard already."""
@@ -224,10 +197,6 @@ def _split_before(tree: Params, moved: Params, axes: Axes):
 def cast(dtype: str) -> Callable[[Params], Params]:
     """Returns a jitted `convert` that casts weights to the dtype of rollouts."""
     return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
-
-
-def _name(path) -> str:
-    return "weight." + jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:

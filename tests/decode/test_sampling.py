@@ -188,21 +188,13 @@ def test_sanitised_drafts_hold_no_nan_and_keep_their_order():
     assert impossible(clean[2]) == set(range(5))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_one_pass_over_logits_finds_the_normaliser_that_two_find(seed):
-    """As GPUs and others do; of large numbers, and of rows that are no distribution."""
-    rng = np.random.default_rng(seed)
+def test_the_normaliser_tells_rows_that_are_no_distribution():
+    """Of large numbers, too."""
+    rng = np.random.default_rng(0)
     logits = (rng.normal(0, 4, (4, 6, VOCAB)) * 10.0 ** rng.integers(-2, 5, (4, 6, 1))).astype("f4")
     logits[rng.random(logits.shape) < 0.2] = -np.inf
     logits[0, 0], logits[1, 1] = -np.inf, np.float32(3e38)
     logits[2, 2, 3], logits[3, 3, 4], logits[3, 4, 5] = np.nan, np.inf, -np.nan
-    temperature = np.array([0.0, 0.5, 1.0, 3.0], np.float32)
-    one = jax.jit(sampling.normaliser_in_one_pass)(logits, temperature)
-    two = jax.jit(sampling.normaliser_in_two_passes)(logits, temperature)
-    np.testing.assert_array_equal(one.valid, two.valid)
+    valid = jax.jit(sampling.normaliser)(logits, np.array([0.0, 0.5, 1.0, 3.0], np.float32)).valid
     invalid = [(0, 0), (2, 2), (3, 3), (3, 4)]
-    assert not any(one.valid[row] for row in invalid) and one.valid.sum() == 4 * 6 - len(invalid)
-    valid = np.asarray(one.valid)
-    np.testing.assert_allclose(
-        np.asarray(one.log_sum)[valid], np.asarray(two.log_sum)[valid], rtol=2e-6, atol=2e-6
-    )
+    assert not any(valid[row] for row in invalid) and valid.sum() == 4 * 6 - len(invalid)

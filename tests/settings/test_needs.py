@@ -25,7 +25,7 @@ PROGRAMS = {
 REFUSED = [
     ("rl", "data.path=f data.min_terms=3", "data.min_terms=3 has no effect: it needs no data.path"),
     ("rl", "data.prompt_key=q", "it needs rows with columns, of data.path"),
-    ("rl", "data.unwinnable=drop data.path=f reward=m:f", "a built-in reward that compares"),
+    ("rl", "data.unwinnable=keep data.path=f reward=m:f", "a built-in reward that compares"),
     ("rl", "data.slip=0.5", "which train.sft reads"),
     ("rl", "data.task=reasoning_gym", "set data.dataset"),
     ("rl", "data.seed=4294967296", "data.seed: expected a number below"),

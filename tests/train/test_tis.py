@@ -11,7 +11,7 @@ from scripted import Flips
 
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
-from specjax.engine import engine, sequence
+from specjax.engine import engine
 from train import rl
 from train.run.start import restore, save
 from train.schema import RLConfig
@@ -130,16 +130,16 @@ def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(
     wide_policy, tmp_path, monkeypatch
 ):
     """Were they the trainer's own, or computed anew, the weight would be 1."""
-    of = sequence.ResultLists.of
+    listed = engine.listed
 
     def shifted(result):
-        lists = of(result)
-        moved = [[x + math.log(4) for x in row] for row in lists.logprobs]
-        return lists._replace(logprobs=moved)
+        lists = listed(result)
+        moved = [[x + math.log(4) for x in row] for row in lists.report.logprobs]
+        return lists._replace(report=lists.report._replace(logprobs=moved))
 
     plain, weighed = (rl.Trainer(config(wide_policy, tmp_path, **WEIGHED)) for _ in range(2))
     as_it_is = plain.step()
-    monkeypatch.setattr(sequence.ResultLists, "of", shifted)
+    monkeypatch.setattr(engine, "listed", shifted)
     moved = weighed.step()
     assert as_it_is["rollout/tokens_sha"] == moved["rollout/tokens_sha"]
     assert as_it_is["train/tis"] == pytest.approx(1, abs=1e-4)

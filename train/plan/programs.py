@@ -213,18 +213,13 @@ class Shapes:
         yield from self.training()
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
-        rolled_out = list(engine_programs(self.engine, "roll out", features))
-        yield from rolled_out
+        yield from engine_programs(self.engine, "roll out", features)
         for engine in self.built.plain_engines[:1]:
             yield from engine_programs(engine, EXACT, features)
         for engine in self.built.eval_engines[:1]:
             own = chunk_features(self.cfg, self.model, evaluating=True)
             same = engine.program_settings == self.engine.program_settings
-            if same and features.covers(own):
-                for each in rolled_out:
-                    name = f"evaluate: {each.name}"
-                    yield dataclasses.replace(each, name=name, part="evaluate")
-            else:
+            if not (same and features.covers(own)):  # else evaluation runs the programs of rollouts
                 yield from engine_programs(engine, "evaluate", own)
 
     @property

@@ -59,7 +59,7 @@ class Rollouts:
         self.cfg, self._scorer = cfg, scorer
         batches = max(algo.max_num_gen_batches, 0)
         self.rule = Rule(roll.prompts, roll.in_flight, algo.dynamic_sampling, batches)
-        self.draws = Draws(cfg, order, prompts, eos_ids, scorer)
+        self.draws = Draws(cfg, order, prompts, eos_ids)
         text = ResponseText(prompts.tokenizer, roll.sampling_params(), eos_ids)
         self.rewards = GroupRewards(scorer, text)
         self.carried: list[Group] = []
@@ -127,20 +127,16 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Returns the state between steps, as JSON for a checkpoint's metadata."""
-        golds = self.draws.golds
         return {
             "position": self.draws.position,
             "carried": [group.to_json() for group in self.carried],
             "any_reward": self._any_reward,
-            "undecided": sorted(golds.undecided) if golds else [],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state from the return value of `state`."""
         self.draws.position, self._any_reward = state["position"], state["any_reward"]
         self.zero = None
-        if self.draws.golds is not None:
-            self.draws.golds.undecided = set(state["undecided"])
         self.carried = [self.draws.restored(saved) for saved in state["carried"]]
 
     def _short_warning(self, selected: int, candidates: int) -> str | None:
