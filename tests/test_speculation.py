@@ -70,7 +70,11 @@ CHANGED = [
         SpecConfig(),
         ControlConfig("bandit", ("off", "4_1_5"), bandit={"window": 9}),
     ),
-    (["control.goodput={prior: 0.5}"], SpecConfig(), ControlConfig(goodput={"prior": 0.5})),
+    (
+        ["control.goodput={hysteresis: 0.5}"],
+        SpecConfig(),
+        ControlConfig(goodput={"hysteresis": 0.5}),
+    ),
     (  # it starts where the strategy says
         ["strategy=7_1_8", "control.controller=ema", "control.ema={candidate_steps: [2, 6]}"],
         SpecConfig("7_1_8"),

@@ -91,6 +91,7 @@ from train.loss.optim import OptimConfig
 from train.loss.packing import padding_share
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
+from train.run import picture
 from train.run.files import read_metrics
 from train.run.live import sample_bar
 from train.run.start import Interrupted, Run, find_policy, require_unused, say, start
@@ -486,7 +487,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
                 f"n-grams {ngrams[temperature]:.3f} ({cfg.eval.strategy}, {len(trainer.asked)} "
                 "prompts)"
             )
-        say(f"curve: {run.out / curves.FILE}, {run.out / curves.PICTURE}")
+        say(f"curve: {run.out / curves.FILE}, {picture.draw(run.out)}")
     if cfg.export == "none":
         return run.out
     return export_head(cfg, trainer.source, trainer.head, run.out / HEAD)

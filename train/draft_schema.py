@@ -148,6 +148,7 @@ class DraftRunConfig(Common):
         "data.unwinnable": "it is about gold answers, which train.rl checks; leave it out",
         "draft.mode": _ONE_PROGRAM,
         "draft.spot": "train.draft has no rollouts with gaps in them; leave it out",
+        "draft.mtp_loss_scaling_factor": f"{_ONE_PROGRAM}, and set draft.optim.lr",
         "draft.epochs": "train.draft counts passes over all samples: set epochs",
         "draft.max_microbatches": "train.draft counts updates: set steps",
         **{

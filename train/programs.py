@@ -271,7 +271,7 @@ def settle_drafting(
     )
     if mode == "auto":
         with_head = trains(drafting.kind)
-        cfg.draft.mode = "online" if with_head else "frozen"
+        cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
     trained = {
         "draft.mode=online": cfg.draft.mode == "online",

@@ -33,11 +33,9 @@ import numpy as np
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
 from specjax.engine.llm import LEAST
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
-from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
 from train.rewards.scoring import RewardsFailedError
@@ -88,8 +86,6 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
     plot = picture.draw(out) if distributed.is_first() else out / picture.PICTURE
-    if (line := trainer.engine.slower_than_plain()) is not None:
-        say(f"{line}; rollout.strategy=off decodes plainly")
     say(f"total {time.perf_counter() - began:.0f} s\nplot: {plot}")
     say(f"page: python -m train.view {out}")
     return plot
@@ -202,8 +198,6 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     """Yields what a run says of its rollouts before the first step, and compiles them."""
     cfg = trainer.cfg
     yield from trainer.start_lines()
-    if line := generation_config_line(cfg, trainer.model):
-        yield line
     yield trainer.dtype_line
     if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
         yield (
@@ -213,29 +207,10 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
         )
     yield f"rollouts: {trainer.warm_up()}"
     dtype = trainer.engine.runner.cfg.run.compute_dtype
-    if warning := precision_warning(cfg, dtype):
+    for warning in filter(None, (nothing_learnt(cfg), precision_warning(cfg, dtype))):
         yield f"WARNING: {warning}"
     for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
         yield f"kept whole on every device: {line}"
-
-
-def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
-    params = cfg.rollout.sampling_params()
-    file = dict(sampling_defaults(model.generation))
-    if ("do_sample", False) in model.generation:
-        file["temperature"] = 0.0
-    differing = {name: value for name, value in file.items() if value != getattr(params, name)}
-    if max(params.top_k, differing.get("top_k", 0)) <= 0:
-        differing.pop("top_k", None)  # 0 and -1 both keep all tokens
-    if not differing:
-        return None
-    ours = ", ".join(f"rollout.{name}={getattr(params, name)}" for name in differing)
-    theirs = ", ".join(f"{name}={value}" for name, value in differing.items())
-    return (
-        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): set "
-        "these to sample as the file asks"
-    )
 
 
 def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
@@ -257,6 +232,18 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
         "rollout.invariant=true, or one strategy without rollout.control and rollout.replicas=1"
         f"{'' if cfg.algo.tis else ', with rollout.dtype=float32'}"
     )
+
+
+def nothing_learnt(cfg: RLConfig) -> str | None:
+    """Writes the warning that settings leave the policy as it is; None if it can learn."""
+    roll, reason = cfg.rollout, None
+    if cfg.optim.lr == 0 or cfg.optim.clip_norm == 0:
+        reason = "optim.lr or optim.clip_norm is 0"
+    elif cfg.algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
+        reason = "by rollout.min_tokens every sample is long, and algo.mask_truncated leaves it out"
+    elif roll.temperature == 0 and roll.n > 1:
+        reason = "with rollout.temperature=0 all samples of a prompt are equal, and none is better"
+    return reason and f"the policy learns nothing: {reason}"
 
 
 PATIENCE = 3  # steps without gain before the warning about speculation: a head may learn

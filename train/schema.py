@@ -467,7 +467,7 @@ class SFTConfig(Trained):
                 "no demonstration: raise packing.row_length, or set data.overlong_prompts=drop"
             )
         if self.draft.mode == "auto":
-            self.draft.mode = "online"
+            self.draft.mode = "online" if self.draft.moves else "frozen"
         self.optim.settle(is_new=self.init is None)
         if self.init is None:  # else the checkpoint decides
             self.draft.optim.settle(is_new=True)
@@ -631,7 +631,7 @@ class RLConfig(Trained):
         elif self.draft.mode == "auto" and not self.rollout.speculates:
             self.draft.mode = "none"
         elif self.draft.mode == "auto" and self.rollout.draft in ("checkpoint", "random"):
-            self.draft.mode = "online"
+            self.draft.mode = "online" if self.draft.moves else "frozen"
         elif self.draft.mode == "auto" and self.rollout.draft == "ngram":
             self.draft.mode = "frozen"
         self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
@@ -640,7 +640,7 @@ class RLConfig(Trained):
     @property
     def trains_head(self) -> bool:
         """A draft head that is trained: one that drafts, with draft.mode=online."""
-        may_train = self.draft.mode in ("auto", "online")
+        may_train = self.draft.mode in ("auto", "online") and self.draft.moves
         return may_train and self.rollout.speculates and self.rollout.drafts_by_network
 
     @property

@@ -72,7 +72,6 @@ from train.rollout.replicas import (
 )
 from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
-from train.rollout.trace import TRACE_FILE, Trace
 from train.rollout.vocabulary import DraftVocabulary
 from train.run.start import find_policy
 from train.schema import RLConfig
@@ -234,34 +233,23 @@ class Trainer:
             self.engine.set_draft_ids(self.vocabulary.ids)
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
-        """Makes the trace of replicas, and spot training of the head, if they are used."""
-        cfg, self.trace, self.spot = self.cfg, None, None
-        spot = self.draft is not None and cfg.draft.spot.enabled
-        if cfg.rollout.replicas > 1 or spot:
-            self.trace = Trace(len(self.engines), self.copies.before if self.copies else 0)
-        if spot:
-            inside = trains_in_replicas(cfg, self.mesh)
-            if not inside:
-                places = [HeadDevices(self.draft, trains=True)]
-            else:
-                first = [m.devices.flat[0] if m else jax.devices()[0] for m in self.replica_meshes]
-                places = [*map(HeadDevices, replica_drafts, first)]
-            apart, context = inside and self.copies is not None, self.policy.context
-            self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
-            self.notes.append(describe_spot(cfg, inside))
-        if self.copies is not None:
-            self.engine.on_poll = self._on_poll
-            if self.spot is not None and self.spot.in_rollouts:
-                self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
-        elif len(self.engines) > 1:
-            self.engine.on_poll = self._on_poll
-
-    def _on_poll(self) -> None:
-        """Records idle replicas, and trains the head on them; called often while replicas run."""
-        if self.trace is not None:
-            self.trace.record_idle(self.engine.drained)
-        if self.spot is not None and self.copies is None:
-            self.spot.use_idle(self.engine.idle_replicas)
+        """Makes spot training of the head, if it is used."""
+        cfg, self.spot = self.cfg, None
+        if self.draft is None or not cfg.draft.spot.enabled:
+            return
+        inside = trains_in_replicas(cfg, self.mesh)
+        if not inside:
+            places = [HeadDevices(self.draft, trains=True)]
+        else:
+            first = [m.devices.flat[0] if m else jax.devices()[0] for m in self.replica_meshes]
+            places = [*map(HeadDevices, replica_drafts, first)]
+        apart, context = inside and self.copies is not None, self.policy.context
+        self.spot = SpotTraining(places, cfg.draft, apart, context)
+        self.notes.append(describe_spot(cfg, inside))
+        if self.copies is not None and self.spot.in_rollouts:
+            self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
+        elif self.copies is None and len(self.engines) > 1:  # called often while replicas run
+            self.engine.on_poll = lambda: self.spot.use_idle(self.engine.idle_replicas)
 
     def sync_weights(self) -> None:
         """Gives the weights of policy and draft to the engine; only the first call compiles."""
@@ -367,8 +355,6 @@ class Trainer:
                 f"names rows and values of reward={self.scorer.name}"
             )
         out = Path(self.cfg.out)
-        if self.trace is not None:
-            self.trace.write(out / TRACE_FILE, self.engines)
         write_telemetry(self.engines, self.engine.telemetry, out / "telemetry.jsonl")
         # 2. Advantages, packed micro-batches, and the update(s) of the policy.
         self._work, started = "policy update", time.perf_counter()
@@ -401,8 +387,6 @@ class Trainer:
         self._work = "rollout"
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
-        if self.trace is not None:
-            self.trace.begin(step)
         started = time.perf_counter()
         before = {engine: engine.preemptions for engine in self.engines}
         self.last_rollout, groups, metrics = self.rollouts.collect(self.engine, step)
@@ -411,8 +395,6 @@ class Trainer:
         metrics["rollout/preemptions"] = float(sum(preempted))
         if self.engine.spec is not None:
             metrics |= control_metrics(self.engines)
-        if self.trace is not None:
-            self.trace.end()
         if self.exact is not None:
             metrics |= self.exact.compare(self.params, self.rollouts.begun())
         self.engine.release()  # frees memory for training; `sync_weights` brings new weights

@@ -1,7 +1,7 @@
 """Epsilon-greedy choice per batch-size group, after FastRL's `eagle_mab` ("BEG").
 
 Every group of batch sizes has a bandit of its own. An arm's score is the median of its last
-rewards; a reward is the throughput of a chunk: accept length x batch size / seconds per round.
+rewards; a reward is the throughput of a chunk, or its accept length.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config.checks import require
+from specjax.config.checks import choice, require
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
+from specjax.settings import option
+
+REWARDS = ("throughput", "accept_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +31,15 @@ class BanditConfig:
         or more.
       epsilon: share of choices that are made at random.
       window: number of rewards that are kept per arm.
+      reward: what a chunk counts as: `throughput` (accept length x batch size / seconds per
+        round) or `accept_length`. The latter never prefers plain decoding, with its length of 1.
       seed: seed of the random choices.
     """
 
     thresholds: tuple[int, ...] = (1, 2, 5, 21)
     epsilon: float = 0.1
     window: int = 1000
+    reward: str = option("throughput", choices=REWARDS)
     seed: int = 0
 
     def __post_init__(self):
@@ -43,6 +49,7 @@ class BanditConfig:
         require(self, "thresholds", bool(edges) and rises, "increasing batch sizes from 1 on")
         require(self, "epsilon", 0 <= self.epsilon <= 1, "between 0 and 1")
         require(self, "window", self.window >= 1, "at least 1 reward")
+        choice("reward", self.reward, REWARDS)
 
 
 class Bandit(Controller):
@@ -92,11 +99,13 @@ class Bandit(Controller):
         return max(self.arms, key=scores.__getitem__)
 
     def learn(self, seen: Observation) -> None:
-        seconds = seen.seconds_per_round
-        if seconds is None:
-            return
+        reward, seconds = seen.accept_length, seen.seconds_per_round
+        if self.config.reward == "throughput":
+            if seconds is None:
+                return
+            reward = reward * seen.batch_size / seconds
         rewards = self._rewards[self.group(seen.batch_size)][seen.strategy]
-        rewards.append(seen.accept_length * seen.batch_size / seconds)
+        rewards.append(reward)
         del rewards[: -self.config.window]
 
     def log_fields(self) -> dict[str, float | str]:

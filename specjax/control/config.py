@@ -30,8 +30,7 @@ class ControlConfig:
         `ema` takes the chains of its tiers instead. Beside a `strategy` of its own, `Speculation`
         adds that to the default ones.
       initial: the strategy of `static`, by default the first of `strategies`; the tier at which
-        `ema` starts, by default three steps, or `strategy` beside one. A tree makes `ema` static,
-        because its tiers are chains.
+        `ema` starts, a chain, by default three steps, or `strategy` beside one.
       bs_threshold: largest number of running slots for which to speculate; None for no limit.
       ema: settings of the controller `ema`.
       bandit: settings of the controller `bandit`.
@@ -64,6 +63,11 @@ class ControlConfig:
         values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, self.strategies)))
         if self.initial is not None:
             values["initial"] = Strategy.parse(self.initial)
+            if self.controller == "ema" and not values["initial"].is_chain:
+                raise ValueError(
+                    f"controller=ema chooses among chains, and starts at a tree, {self.initial}; "
+                    "give it a chain, or use controller=goodput"
+                )
         require(self, "bs_threshold", (self.bs_threshold or 0) >= 0, "at least 0")
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -90,20 +94,13 @@ class ControlConfig:
     @property
     def arms(self) -> tuple[Strategy, ...]:
         """Every strategy that may be selected, and so has to be compiled."""
-        if self.controller == "ema" and self._ema_falls_back() is None:
+        if self.controller == "ema":
             arms = [Strategy.chain(steps) for steps in self.ema.candidate_steps]
-        elif self.controller in ("static", "ema"):
+        elif self.controller == "static":
             arms = [self.initial or self.strategies[0]]
         else:
             arms = list(self.strategies)
         return tuple(dict.fromkeys(arms if self.bs_threshold is None else [*arms, Strategy.OFF]))
-
-    def _ema_falls_back(self) -> str | None:
-        """Returns why `ema` cannot adapt; None where it can."""
-        initial = self.initial
-        if initial is None or initial.is_chain:
-            return None
-        return f"its tiers are chains (topk 1), and {initial.name!r} is a tree"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +202,7 @@ def make_controller(
 
 
 def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | None) -> Controller:
-    reason = config._ema_falls_back() if config.controller == "ema" else None
-    if reason is not None:
-        log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
-    if config.controller == "static" or reason is not None:
+    if config.controller == "static":
         return Static(chosen[0])
     if config.controller == "ema":
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)

@@ -46,6 +46,18 @@ def test_a_chunk_without_a_time_is_no_reward_of_zero(seconds):
     assert bandit.scores(0)["off"] == math.inf
 
 
+def test_the_reward_is_throughput_by_default_and_accept_length_when_asked():
+    assert BanditConfig().reward == "throughput"
+    by_rate, by_length = greedy(), greedy(reward="accept_length")
+    for bandit in (by_rate, by_length):
+        bandit.observe(chunk("8_4_32", 3, 8.0, batch=2))
+        bandit.observe(chunk("8_4_16", 2, 4.0, batch=2))
+        bandit.observe(chunk("off", 0, 1.0, batch=2))
+    assert by_rate.scores(1) == {"8_4_32": 4.0, "8_4_16": 6.0, "off": 8.0}
+    assert by_length.scores(1) == {"8_4_32": 4.0, "8_4_16": 3.0, "off": 1.0}
+    assert (by_rate.select(2), by_length.select(2)) == ("off", "8_4_32")
+
+
 def test_off_is_an_arm_that_can_be_left_again():
     """In a peer, plain decoding was a latch outside of the bandit."""
     bandit = greedy(window=1)

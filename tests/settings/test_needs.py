@@ -42,6 +42,7 @@ REFUSED = [
     ("rl", "rollout.draft=ngram draft.mode=online", "it needs a head to train"),
     ("rl", "draft.mode=none rollout.strategy=6_1_7", "draft.mode=none turn off"),
     ("rl", "draft.mode=frozen draft.optim.lr=0.1", "it needs a draft head that is trained"),
+    ("rl", "draft.mode=online draft.mtp_loss_scaling_factor=0", "draft.mtp_loss_scaling_factor"),
     ("rl", "draft.spot.enabled=true", "rollout.replicas=1"),
     ("rl", "draft.spot.enabled=true rollout.strategy=off rollout.replicas=2", "none to train"),
     ("rl", "algo=dapo algo.overlong_buffer_len=2000 rollout.max_tokens=100", "at most"),
@@ -106,7 +107,7 @@ SPECULATION = [
     ("control.controller=static control.strategies=[1_1_2,2_1_3]", "static takes a single one"),
     ("control.controller=static control.initial=2_1_3 strategy=6_1_7", "that may choose it"),
     ("control.initial=2_1_3", "controller=static or ema"),
-    ("control.controller=bandit control.goodput.prior=0.1", "controller is bandit"),
+    ("control.controller=bandit control.goodput.hysteresis=0.1", "controller is bandit"),
 ]
 
 

@@ -144,8 +144,16 @@ def test_rows_that_follow_a_step_have_the_same_loss_with_less_padding(thin_polic
     assert fitted["train/mtp_update_norm"] < 1.5 * fixed["train/mtp_update_norm"]
 
 
-def test_a_run_that_cannot_learn_says_so(thin_policy, tmp_path, capsys):
-    changes = {"algo.dynamic_sampling": "false", "rollout.temperature": 0}
+@pytest.mark.parametrize(
+    ("changes", "start", "step"),
+    [
+        ({"rollout.temperature": 0}, "rollout.temperature=0", "no group has differing rewards"),
+        ({"optim.lr": 0}, "optim.lr", None),
+    ],
+)
+def test_a_run_that_cannot_learn_says_so(thin_policy, tmp_path, capsys, changes, start, step):
+    changes = {"algo.dynamic_sampling": "false", **changes}
     rl.main(arguments("rl", thin_policy, tmp_path, **changes))
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("WARNING")]
-    assert any("step 1: no group has differing rewards" in x for x in lines)
+    assert any("learns nothing" in x and start in x for x in lines)
+    assert step is None or any(f"step 1: {step}" in x for x in lines)

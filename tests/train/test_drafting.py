@@ -50,6 +50,12 @@ def test_a_choice_of_the_user_is_followed():
     assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
 
 
+def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is():
+    cfg, said = settled("draft.mtp_loss_scaling_factor=0", has_head=True)
+    assert (cfg.rollout.draft != "ngram", cfg.draft.mode) == (True, "frozen")
+    assert "draft.mode=frozen" in said
+
+
 @pytest.mark.parametrize(
     ("argv", "steps"),
     [

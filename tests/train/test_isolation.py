@@ -1,13 +1,15 @@
 """The draft loss never moves a policy parameter."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
 
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from train.heads.training import DraftTrainer, frozen_policy_parts, head_loss
+from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
+from train.loss.optim import OptimConfig
 from train.loss.packing import Sample, pack
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
@@ -66,6 +68,25 @@ def test_an_update_of_the_head_leaves_the_policys_arrays_untouched(setting):
     assert any(not np.array_equal(a, b) for a, b in zip(old, jax.tree.leaves(head), strict=True))
     after = jax.tree.leaves(params)
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_the_loss_scaling_factor_scales_every_update_of_the_head(factor):
+    """Through warm-up, clip, Adam's moments, decay of the rate and of weights."""
+    optim = OptimConfig(
+        lr=1e-2, warmup_steps=2, decay_steps=4, weight_decay=0.1, clip_norm=0.01, b2=0.9
+    )
+    head = {"proj": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)}
+    draws = np.random.default_rng(0).normal(size=(6, 2, 3)).astype(np.float32)
+    steps = {}
+    for scale in (1.0, factor):
+        optimizer = DraftConfig(mtp_loss_scaling_factor=scale, optim=optim).optimizer()
+        state, steps[scale] = optimizer.init(head), []
+        for gradient in draws:
+            updates, state = optimizer.update({"proj": gradient}, state, head)
+            steps[scale].append(np.asarray(updates["proj"]))
+    np.testing.assert_allclose(steps[factor], factor * np.array(steps[1.0]), rtol=1e-5)
+    assert np.abs(steps[1.0]).min() > 0
 
 
 def test_micro_batches_without_draft_tokens_do_not_move_the_head(setting):

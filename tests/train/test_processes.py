@@ -18,7 +18,6 @@ import tiny_run
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from train import rl
-from train.rollout.trace import TRACE_FILE
 from train.run.files import read_lines, read_metrics, read_starts
 from train.run.start import restore
 from train.schema import RLConfig
@@ -159,10 +158,8 @@ def test_two_processes_sample_and_learn_what_one_does(two, one):
 
 
 def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two):
-    records, events = read_metrics(two[0]), read_lines(two[0] / TRACE_FILE)
+    records = read_metrics(two[0])
     assert [r["draft/updates"] for r in records] == [0, 2, 2, 2, 2]
-    assert {e["replica"] for e in events if e["event"] in ("busy", "idle")} == {0, 1}
-    assert [e["step"] for e in events if e["event"] == "rollout"] == [1, 2, 3, 4, 5]
     tallies, told = rejections_in(two[0])
     assert len({r["request"] for r in told}) > 2
     assert sum(sum(t["causes"].values()) for t in tallies) == len(told)

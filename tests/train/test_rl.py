@@ -246,7 +246,7 @@ def modes(thin_policy, tmp_path_factory):
         "none": {"draft.mode": "none"},
         "frozen": {"draft.mode": "frozen"},
         "online": {"draft.mode": "online"},
-        "random": {"rollout.draft": "random", "draft.optim.lr": 1e4},
+        "random": {"rollout.draft": "random", "draft.mtp_loss_scaling_factor": 1e6},
     }
     return {name: train(thin_policy, out, 3, **extra) for name, extra in changes.items()}
 

@@ -345,6 +345,8 @@ class DraftConfig:
       unroll_steps: recursive steps trained per token; null: as many as the longest strategy drafts
         in a row, at most 4 (train.sft: 4).
       step_decay: weight of each further recursive step relative to the last.
+      mtp_loss_scaling_factor: factor on the head's updates, as if on draft.optim.lr (on the loss
+        alone, clip and Adam would take it away again); 0: the head is not trained.
       epochs: passes over the step's micro-batches.
       max_microbatches: micro-batches of each step used at most; 0 is all of those with the most
         rows in the step.
@@ -357,10 +359,18 @@ class DraftConfig:
     loss_top_k: int = option(0, least=0, needs=("trains_head", "loss=kl"))
     unroll_steps: int | None = option(1, least=1, needs="trains_head")
     step_decay: float = option(1.0, least=0, needs=("trains_head", "unrolls"))
+    mtp_loss_scaling_factor: float = option(1.0, least=0, needs="trains_head")
     epochs: int = option(1, least=1, needs=("trains_head", "!spot.updates"))
     max_microbatches: int = option(0, least=0, needs="trains_head")
     optim: HeadOptimConfig = option(HeadOptimConfig, needs="trains_head")
     spot: SpotConfig = option(SpotConfig)
+
+    def __post_init__(self):
+        if self.mode == "online" and not self.moves:
+            raise ValueError(
+                "mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 makes each "
+                "of its updates 0; raise the factor, or leave out draft.mode"
+            )
 
     def settle(self, drafted: int) -> None:
         """Fills in `unroll_steps` if it is null, for a head that drafts `drafted` tokens in a row.
@@ -374,6 +384,21 @@ class DraftConfig:
     def unrolls(self) -> bool:
         """Training of more than one step, which draft.unroll_steps=1 does not have."""
         return self.unroll_steps is None or self.unroll_steps > 1
+
+    @property
+    def moves(self) -> bool:
+        """Whether training would change the head."""
+        return self.mtp_loss_scaling_factor > 0
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
+
+        Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
+        head's share of an update. Here the head has an optimizer of its own, whose clip and moments
+        would cancel a factor on the loss, so the factor multiplies the update.
+        """
+        rate = self.mtp_loss_scaling_factor * self.optim.lr
+        return dataclasses.replace(self.optim, lr=rate).build()
 
 
 def frozen_policy_parts(params: Params) -> Params:
@@ -559,7 +584,7 @@ class DraftTrainer:
         self.source, self.context = source, context
         self.chunk = settled_chunk(chunk, mesh, cfg.vocab_size)
         self.axes = merge_axes([param_axes(cfg), source.axes()])
-        self.optimizer = draft.optim.build()
+        self.optimizer = draft.optimizer()
         program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
 

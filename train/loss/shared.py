@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.config.checks import choice
-from specjax.interfaces import Denominators
+from specjax.interfaces import Denominators, Logprobs
 from specjax.settings import option
 from train.loss.algo import AlgoSection
 
@@ -107,6 +107,16 @@ class Clip(Aggregated):
             raise ValueError(
                 f"clip_ratio_c: expected more than 1, or null, got {self.clip_ratio_c}"
             )
+
+    def per_token(
+        self,
+        logprobs: Logprobs,
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Float[Array, "R S"],
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """Computes the surrogate of the ratio of each token, see `specjax.interfaces.Objective`."""
+        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)
 
     def surrogate(
         self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
-from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.shared import STD_EPS, Clip, bounded_exp, comparable
+from train.loss.shared import STD_EPS, Clip, comparable
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,3 @@ class ReinforcePP(Clip):
             ((r - mean) / scale * (m > 0)).astype(np.float32)
             for r, m in zip(returns, masks, strict=True)
         ]
-
-    def per_token(
-        self,
-        logprobs: Logprobs,
-        advantages: Float[Array, "R S"],
-        segments: Int[Array, "R S"],
-        loss_mask: Float[Array, "R S"],
-    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
-        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)
