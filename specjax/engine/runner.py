@@ -212,9 +212,8 @@ class Runner:
             if pages < 2:
                 raise SettingError(
                     lambda spell: (
-                        f"{spell('cache_bytes')} {given} is less than two pages of {page} bytes, "
-                        f"of which one is spare, beside {slots} bytes of slots; raise it, or use a "
-                        f"smaller {spell('page_size')}"
+                        f"{spell('cache_bytes')} {given} is less than two pages of {page} bytes "
+                        f"beside {slots} bytes of slots; raise it, or lower {spell('page_size')}"
                     )
                 )
             return pages

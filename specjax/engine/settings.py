@@ -117,8 +117,7 @@ def require_speculation(spec: SpecConfig | None) -> None:
             lambda spell: (
                 f"{spell('control')} chooses between ways to speculate, and "
                 f"{spell('spec') if spec is None else spell('strategy', 'off')} says that there is "
-                "no speculation; leave one of them out ('off' may be one of the controller's "
-                "strategies)"
+                "no speculation; leave one of them out"
             )
         )
 

@@ -66,8 +66,7 @@ def draft_ids(
         raise SettingError(
             lambda spell: (
                 f"{spell('token_map')}: the head drafts {len(head_ids)} of {vocab} tokens, and "
-                f"none of the {size} ids in {name} is among them, so that nothing would be "
-                f"drafted; give a list for this model, or leave out {spell('token_map')}"
+                f"none of the {size} ids in {name}; give a list for this model"
             )
         )
     return np.sort(listed[:size])
@@ -88,9 +87,7 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
         raise SettingError(
             lambda spell: (
                 f"{spell('token_map')}: expected a file with a JSON list of different token ids "
-                f"below {vocab}, the most frequent first, got {name}: {got}; a list that torch "
-                'saved is converted by `python -c "import json, torch; '
-                "json.dump(torch.load('map.pt').tolist(), open('map.json', 'w'))\"`"
+                f"below {vocab}, the most frequent first, got {name}: {got}"
             )
         )
     return np.array(listed, np.int32)
@@ -183,8 +180,7 @@ class TokenCounts:
         if len(ids) != len(self.ids) or max(ids.max(), counted.max(initial=0)) >= len(self._later):
             raise ValueError(
                 f"expected {len(self.ids)} ids to draft from, below {len(self._later)}, got "
-                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab and the model that "
-                "they were saved with"
+                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab that they have"
             )
         self.ids = ids.copy()
         self._counts[:] = 0
@@ -249,23 +245,18 @@ class DraftedIds:
         """
         if not self._spec.by_token:
             raise ValueError(
-                f"acceptance {self._spec.acceptance!r} is exact only with the ids to draft from "
-                "that it began with; use acceptance 'coupled'"
+                f"acceptance {self._spec.acceptance!r} is exact only with ids that stay"
             )
         if ids is None:
             if self.counts is None:
-                raise ValueError(
-                    "the ids to draft from were given (token_map, or an earlier call), and are not "
-                    "chosen by what is emitted; give ids"
-                )
+                raise ValueError("the ids were given (token_map, or an earlier call); give ids")
             self._weights.set_ids(self.counts.choose())
             return
         size, vocab = len(self._weights.ids), self._cfg.vocab_size
         given = np.unique([operator.index(token) for token in ids])
         if not len(given) == len(ids) == size or given[0] < 0 or given[-1] >= vocab:
             raise ValueError(
-                f"expected {size} different token ids below {vocab}, as many as draft_vocab, "
-                "because the programs are compiled for that number; got "
+                f"expected {size} different token ids below {vocab}, as many as draft_vocab, got "
                 f"{len(ids)}, of which {len(given)} differ"
             )
         self.counts = None
