@@ -459,14 +459,6 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
 
 def described(key: tuple) -> str:
     """The description of a program for a message."""
-    kind, *sizes = key
-    if kind == "chunk":
-        name, batch = sizes[:2]
-        if name.startswith("paths:"):  # a tree of many paths has a long name
-            return f"a static tree of {2 + name.count(',')} rows for a batch of {batch}"
-        return f"strategy {name} for a batch of {batch}"
-    if kind == "place":
-        return f"the start of {sizes[0]} samples"
-    rows, positions = sizes[0]
-    does = "reads" if kind == "prefill" else "scores"
-    return f"what {does} {positions} positions of {rows} prompts"
+    if key[0] == "chunk":
+        return f"strategy {key[1]:.40} for a batch of {key[2]}"  # names of many paths are long
+    return " ".join(map(str, key))

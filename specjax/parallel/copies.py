@@ -65,9 +65,8 @@ class Copies:
             both = [h for h in here if len(here) > 1 and sum(h in other for other in hosts) > 1]
             if both:
                 raise ValueError(
-                    f"replica {replica} has devices in processes {here}, and those in {both} have "
-                    "devices of other replicas, too: a process waits for the others of one replica "
-                    "only. Make rollout.tp a multiple, or a divisor, of a process's devices"
+                    f"replica {replica} is in processes {here}, of which {both} have others, too; "
+                    "make rollout.tp a multiple or a divisor of a process's devices"
                 )
         process = jax.process_index()
         mine = [r for r, here in enumerate(hosts) if process in here]
@@ -234,8 +233,7 @@ def require_equal(name: str, was: Checksum, now: Checksum) -> None:
     if was != now:
         raise RuntimeError(
             f"the {name}'s weights have checksum {was:08x} where they come from, and {now:08x} "
-            f"where they arrived, on process {jax.process_index()}; expected the same. The copy "
-            "between layouts or devices is broken: do not trust what is generated"
+            f"where they arrived, on process {jax.process_index()}: do not trust what is generated"
         )
 
 

@@ -96,8 +96,8 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
     missing = [key for key, value in given.items() if value is None]
     if missing and not launched:
         raise DistributedError(
-            f"distributed: no value for {', '.join(missing)}; set distributed.coordinator=HOST:PORT"
-            ", distributed.num_processes and distributed.process_id, or none of them"
+            f"distributed: no value for {', '.join(missing)}; set coordinator=HOST:PORT, "
+            "num_processes and process_id, or none of them"
         )
     address, count, index = given.values()
     count, index = (None if x is None else int(x) for x in (count, index))
@@ -105,8 +105,7 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
         raise DistributedError(f"distributed.coordinator: expected HOST:PORT, got {address!r}")
     if count is not None and index is not None and not 0 <= index < count:
         raise DistributedError(
-            f"distributed.process_id: expected 0 to {count - 1}, because distributed.num_processes "
-            f"is {count}; got {index}"
+            f"distributed.process_id: expected 0 to {count - 1} of {count} processes, got {index}"
         )
     return None if count == 1 else Job(address, count, index)
 
@@ -140,9 +139,8 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     if job.num_processes is not None:
         sharding.offer_cpu_devices(max(1, devices // job.num_processes))
     advice = (
-        f"{job}: not all connected within {cfg.start_timeout} s. Start as many processes as "
-        "num_processes says, each with a process_id of its own, all with the same coordinator, "
-        "which must be process 0's address and a free port that the others can reach"
+        f"{job}: not all connected within {cfg.start_timeout} s. Start num_processes processes, "
+        "each with a process_id of its own, all with a coordinator that they can reach"
     )
     reporter = Reporter(f"error: {advice}")  # jax aborts when others do not connect
     try:
@@ -233,8 +231,8 @@ def gather(value: Any, place: str) -> list[Any]:
     places = [name for name, _ in found]
     if set(places) != {place}:
         raise DistributedError(
-            f"the processes are at different places of the program: {places}. They must run the "
-            "same version of specjax with the same settings and data"
+            f"the processes are at different places of the program: {places}; start all with the "
+            "same version of specjax, settings and data"
         )
     return [value for _, value in found]
 
