@@ -151,9 +151,9 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
     if common.rows > most_rows:
         raise SettingError(
             lambda spell: (
-                f"with {spell('invariant', True)} all strategies run one program, whose tree has "
-                f"{common.rows} rows, more than {spell('spec_verify_tokens')} = {most_rows}; raise "
-                "it, or use smaller trees or fewer of them"
+                f"with {spell('invariant', True)} all strategies run one program, whose tree holds "
+                f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
+                f"more than {spell('spec_verify_tokens')} = {most_rows}; raise it, or use fewer"
             )
         )
     tree = build_tree(common)

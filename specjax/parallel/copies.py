@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
-from specjax.parallel.reshard import Reshard, Unrelated
+from specjax.parallel.reshard import Reshard, Unrelated, named
 
 log = logging.getLogger(__name__)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -103,7 +103,11 @@ class Copies:
         if key not in self._programs:
             self._programs[key] = self._program(tree, axes, convert)
         everywhere = self._programs[key](tree)
-        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+        def part(array, place):
+            return named(array, jax.NamedSharding(place, array.sharding.spec))
+
+        return [jax.tree.map(lambda a, p=place: part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
         """Copies weight by weight, because a host may not have room for all of them.
@@ -153,16 +157,6 @@ def _alone(path, leaf):
     for entry in reversed(path):
         leaf = {entry.key: leaf}
     return leaf
-
-
-def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
-    """The shards of an array that lie on a replica, as an array; nothing is copied."""
-    here = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        array.shape,
-        jax.NamedSharding(place, array.sharding.spec),
-        [here[device] for device in place.devices.flat if device in here],
-    )
 
 
 # --- checksums ------------------------------------------------------------------------------------
