@@ -110,25 +110,16 @@ class Copies:
         return [jax.tree.map(lambda a, p=place: part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
-        """Copies weight by weight, because a host may not have room for all of them.
-
-        Args:
-          convert: as in `__call__`; it must take a tree in which all weights but one are left out.
-        """
-        flatten = jax.tree_util.tree_flatten_with_path
-        made, structure = flatten(tree if convert is None else jax.eval_shape(convert, tree))
-        shapes = jax.tree.unflatten(structure, [shape for _, shape in made])
-        targets = [
-            dict(flatten(sharding.param_shardings(place, shapes, axes))[0]) for place in self.own
-        ]
-        placed: list[dict[Any, jax.Array]] = [{} for _ in self.own]
-        for path, leaf in flatten(tree)[0]:
-            pieces = [(path, leaf)] if convert is None else flatten(convert(_alone(path, leaf)))[0]
-            for name, piece in pieces:
-                whole = sharding.fetch(piece)
-                for here, where in zip(placed, targets, strict=True):
-                    here[name] = sharding.put(whole, where[name])
-        return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
+        """Copies weight by weight, because a host may not have room for all of them."""
+        tree = tree if convert is None else convert(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        targets = [sharding.param_shardings(place, tree, axes) for place in self.own]
+        placed: list[list[jax.Array]] = [[] for _ in self.own]
+        for leaf, *places in zip(leaves, *map(jax.tree.leaves, targets), strict=True):
+            whole = sharding.fetch(leaf)
+            for here, where in zip(placed, places, strict=True):
+                here.append(sharding.put(whole, where))
+        return [jax.tree.unflatten(structure, here) for here in placed]
 
     def _program(self, tree: Params, axes: Axes, convert) -> Callable:
         """The program that copies weights.
@@ -150,13 +141,6 @@ class Copies:
                     self.mesh, jax.eval_shape(convert, tree), axes
                 ),
             )
-
-
-def _alone(path, leaf):
-    """A tree of nested dicts with one weight, at its path."""
-    for entry in reversed(path):
-        leaf = {entry.key: leaf}
-    return leaf
 
 
 # --- checksums ------------------------------------------------------------------------------------
