@@ -87,10 +87,7 @@ class BaseEngine(abc.ABC):
             return StartUp()
         for engine in self.engines:
             if engine.scheduler.positions:
-                raise RuntimeError(
-                    "warm_up would overwrite the caches of samples that run; call it before "
-                    "add(), or suspend() them and add them again"
-                )
+                raise RuntimeError("warm_up overwrites caches; call it while no samples run")
         programs = [engine.programs() for engine in self.engines]
         return self._prepare(programs, features, on_program)
 
@@ -166,10 +163,8 @@ class BaseEngine(abc.ABC):
         Raises:
           ValueError: the job does not fit.
         """
-        runner, facts = (
-            self.runner,
-            (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit),
-        )
+        runner = self.runner
+        facts = job.params, job.prompt, job.stop_ids, job.bad_words, job.limit
         checked, features = self._checked
         if not all(map(operator.is_, facts, checked)):  # else it is of the same request
             check_job(job.where, job, self.limits)
@@ -178,9 +173,9 @@ class BaseEngine(abc.ABC):
         limit, pages = min(job.limit, runner.max_len), runner.pages - 1
         if (wanted := runner.pages_of(limit)) > pages:
             raise ValueError(
-                f"{job.where} may take {wanted} cache pages of {runner.page_size} "
-                f"positions, and there are {pages}; raise cache_bytes (a page takes "
-                f"{runner.page_bytes} bytes), or lower max_tokens"
+                f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
+                f"there are {pages}; raise cache_bytes, or lower "
+                f"max_tokens"
             )
         if progress is not None:
             _check_progress(job, progress, limit - len(job.prompt))
@@ -204,10 +199,6 @@ class BaseEngine(abc.ABC):
         """
         return self.queue(self.make(job, progress))
 
-    def check(self, job: Job, progress: Progress | None = None) -> None:
-        """Raises ValueError if `add` cannot take the job."""
-        self.make(job, progress)
-
     @abc.abstractmethod
     def step(self) -> list[Finished]:
         """Enqueues work and takes in results, once; returns the samples that ended."""
@@ -228,17 +219,13 @@ class BaseEngine(abc.ABC):
         """Raises RuntimeError if samples are not finished."""
         if self.outstanding:
             raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
-                "them and add them again later"
+                f"{self.outstanding} samples are not finished; step() until they are"
             )
 
     def require_no_work(self) -> None:
         """Raises RuntimeError if samples of `add` are not finished."""
         if self.has_work:
-            raise RuntimeError(
-                "samples that were added are not finished; step() until they are, or abort them, "
-                "before generating others"
-            )
+            raise RuntimeError("samples that were added are not finished; step() until they are")
 
     def generate(
         self,

@@ -164,10 +164,7 @@ class Hosts(BaseEngine):
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
         if ids is None:
-            raise ValueError(
-                "each process has counted its own samples; give the ids to draft from, the same on "
-                "all processes"
-            )
+            raise ValueError("each process has counted its own samples; give ids")
         self.own.set_draft_ids(ids)
 
     def release(self, weights: bool = True) -> None:
