@@ -106,6 +106,8 @@ def _generate(
     invalid = sum(sample.error is not None for _, sample in ended)
     if cfg.stats:
         _print(_stats(llm, totals, len(missing), compiling))
+        if (line := llm.engine.slower_than_plain()) is not None:
+            _print(f"{line}; strategy=off decodes plainly")
     if llm.telemetry is not None:  # why drafts were rejected
         _print(str(llm.telemetry.summary()))
     if failed:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specjax.config import SpecConfig
+from specjax.control import slower_than_plain
 from specjax.decode.options import Features
 from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
@@ -198,6 +199,10 @@ class BaseEngine(abc.ABC):
           ValueError: the job does not fit.
         """
         return self.queue(self.make(job, progress))
+
+    def slower_than_plain(self) -> str | None:
+        """See `specjax.control.slower_than_plain`, of this process's engines."""
+        return slower_than_plain([engine.controller for engine in self.engines])
 
     @abc.abstractmethod
     def step(self) -> list[Finished]:

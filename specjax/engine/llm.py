@@ -633,6 +633,8 @@ class LLM:
                 "accept length has been %.2f for %d rounds: speculation only costs time; is the "
                 "draft the one that belongs to this policy?", length, totals.drafted_rounds
             )  # fmt: skip
+        if (line := engine.slower_than_plain()) is not None:
+            log.log(logging.WARNING if progress else logging.INFO, "%s", line)
         return result
 
 
