@@ -164,7 +164,6 @@ def _on_gpu(cost: Cost, host: Thunks) -> dict[str, dict]:
     found["library"] = figure(cost["library"].total(), "calls of cuDNN and cuBLAS")
     found["gathers"] = figure(cost["gathers"].total(), "gathers of pages")
     found["gathered"] = figure(cost["gathered"].total(), "bytes of gathered pages")
-    found["branches"] = figure(cost["branches"], "conditionals in a round, by part")
     found["buffers"] = figure(host.buffers, "command buffers")
     found["decisions"] = figure(host.decisions, "loops and branches that the host reads")
     found["outside"] = figure(host.outside, "launches in no command buffer")

@@ -164,7 +164,7 @@ def read_weights(
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
     Args:
-      path: a Hugging Face directory, a training run, or a draft head.
+      path: a Hugging Face directory, a training run, or the files of a draft head.
       cfg: the configuration of the served model.
       head_alone: whether to read the draft head only.
       step: step of a training run; None: the newest.
@@ -191,13 +191,9 @@ def read_weights(
         return policy, weights.Head(weights.source_of_policy(new), params)
     policy, params, meta = weights.load_weights(path, step, head_alone)
     source = weights.source_in(path, meta, cfg) if params else None
-    in_policy = source is not None and source.in_policy
     if "config" in meta:
         new = with_tokenizer_end(weights.config_in(path, meta), tokenizer)
-        _require_same(new, cfg, in_policy)
-    elif in_policy:  # a head alone has no whole config
-        known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
-        _require_same(cfg.replace(**known), cfg, True)
+        _require_same(new, cfg, source is not None and source.in_policy)
     if params is None:
         return policy, None
     shapes = weights.head_shapes_of(source)

@@ -26,7 +26,7 @@ from serve.responses import (
     origins,
     spec_details,
 )
-from serve.settings import SPELL, ServeConfig
+from serve.settings import ServeConfig
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.request import (
     CallSeeds,
@@ -40,7 +40,6 @@ from specjax.engine.request import (
 )
 from specjax.engine.text import TextOffsets, TextPieces
 from specjax.models.generation_config import sampling_defaults
-from specjax.spelling import spelled
 from specjax.tokenizer import (
     chat_ids,
     check_template_options,
@@ -247,7 +246,7 @@ class Generation:
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index, seeds=seeds)
             except ValueError as error:
-                raise ApiError(400, spelled(error, SPELL)) from error
+                raise ApiError(400, str(error)) from error
         return Parsed(body, ids, jobs)
 
     def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
@@ -540,7 +539,7 @@ def refused() -> Iterator[None]:
     except EngineDead as error:
         raise ApiError(500, str(error)) from error
     except ValueError as error:
-        raise ApiError(400, spelled(error, SPELL)) from error
+        raise ApiError(400, str(error)) from error
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:

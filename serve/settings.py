@@ -17,7 +17,6 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.parallel.sharding import offer_cpu_devices
 from specjax.settings import option, part, values_of
 from specjax.shipped import find_shipped
-from specjax.spelling import Spell, dotted, spelled
 
 WARM_UP = {
     "none": (),
@@ -82,7 +81,6 @@ class LimitSection:
 
 
 # Spells a setting of the library in messages as the user types it.
-SPELL = dotted({"engine": EngineSection, "speculation": SpeculationSection})
 
 
 @dataclass(frozen=True)
@@ -146,12 +144,8 @@ class ServeConfig(ModelSettings):
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
-def load_llm(cfg: ServeConfig, spell: Spell = SPELL) -> LLM:
+def load_llm(cfg: ServeConfig) -> LLM:
     """Loads the model and makes its engine; nothing has been compiled yet.
-
-    Args:
-      cfg: the settings of the server.
-      spell: function that names settings in messages as the user types them.
 
     Raises:
       ConfigError: there is no such model, or the settings do not fit it.
@@ -171,14 +165,13 @@ def load_llm(cfg: ServeConfig, spell: Spell = SPELL) -> LLM:
             engine=part(EngineConfig, cfg.engine),
             control=speculation.control_config(),
             **slots,
-            spell=spell,
             generation_config=cfg.generation_config,
             family=cfg.family,
         )
     except UnsupportedModelError:
         raise
     except ValueError as error:
-        raise ConfigError(spelled(error, spell)) from error
+        raise ConfigError(str(error)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer, which would apply it")

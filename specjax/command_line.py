@@ -288,24 +288,18 @@ def _find(config: str) -> Path:
     raise ConfigError(f"--config: no file {config}; shipped: {known}")
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML or JSON file whose content is a mapping, as settings are read (see `Yaml`).
+def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """The content of a file, with aliases replaced by the keys that they name.
 
     Raises:
-      ConfigError: the file cannot be read, or holds something else.
+      ConfigError: the file cannot be read, or is no mapping.
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Yaml) or {}
+        content = yaml.load(path.read_text(encoding="utf-8"), Yaml) or {}
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {content!r}")
-    return content
-
-
-def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The content of a file, with aliases replaced by the keys that they name."""
-    content = read_yaml(path)
     for alias, name in aliases.items():
         if not isinstance(content.get(alias, {}), dict):
             _put(content, name, content.pop(alias))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.checked_json import CheckpointError
-from specjax.error_text import first_line
+from specjax.error_text import shortened
 from specjax.shipped import find_shipped
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights.pickled import BIN, BIN_INDEX
@@ -56,33 +56,37 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
                 "leave one of them out"
             )
         return local
-    if isinstance(name, Path) or not _is_id(name):
+    is_path = isinstance(name, Path) or not _is_id(name)
+    if is_path or find_shipped(name.split("/")[0]).is_dir():
         raise ModelNotFoundError(
             f"{name} does not exist; expected a checkpoint directory, or a Hugging Face id such as "
             "Qwen/Qwen3-0.6B"
         )
-    owner = find_shipped(name.split("/")[0])
-    if owner.is_dir():
-        raise ModelNotFoundError(
-            f"{name} does not exist; expected a checkpoint directory (it is not taken for a "
-            f"Hugging Face id because {owner} is a directory)"
-        )
-    if revision is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", revision):
-        raise CheckpointError(f"revision: expected a branch, tag or commit, got {revision!r}")
     cached = _cached(name, revision)
-    if cached is not None and _is_complete(cached, weights):
+    if cached is not None and (cached / "tokenizer.json").exists() and _has_all(cached, weights):
         return cached
-    from huggingface_hub import constants, is_offline_mode
-
-    if is_offline_mode():
-        if cached is not None and _is_complete(cached, weights, tokenizer=False):
-            return cached
-        place = "only in part in" if cached is not None else "not in"
+    label = name if revision is None else f"revision {revision!r} of {name}"
+    try:
+        folder = _snapshot(name, revision, _SMALL)
+        for names in _FORMATS if weights else ():
+            if not _has_weights(folder):  # all files again: the branch may have moved meanwhile
+                files = [*_SMALL, *_weight_names(folder, *names), HEAD_FILE]
+                folder = _snapshot(name, revision, files)
+    except CheckpointError:
+        raise
+    except Exception as error:  # three libraries raise theirs
+        reason = shortened(" ".join(str(error).split()))
         raise CheckpointError(
-            f"{_label(name, revision)} is {place} the local cache {constants.HF_HUB_CACHE}, "
-            "there is no directory of that name, and HF_HUB_OFFLINE forbids to download it"
+            f"there is no directory {name}, and {label} cannot be downloaded: "
+            f"{type(error).__name__}: {reason}; check the spelling, the network and "
+            "HF_HUB_OFFLINE, or log in (`hf auth login`, or HF_TOKEN) to a gated or private model"
+        ) from error
+    if not _has_all(folder, weights):
+        raise CheckpointError(
+            f"{label} is not complete in {folder}; expected config.json, and {WEIGHTS}, the files "
+            f"of {INDEX}, or {BIN}: specjax reads these only; if it has them, check the network"
         )
-    return _downloaded(name, revision, weights, cached)
+    return folder
 
 
 def portable(path: str | Path) -> str:
@@ -100,13 +104,6 @@ def _is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and len(name) <= 96
 
 
-def _label(name: str, revision: str | None) -> str:
-    return name if revision is None else f"revision {revision!r} of {name}"
-
-
-# --- the local cache ----------------------------------------------------------------------------
-
-
 def _cached(name: str, revision: str | None) -> Path | None:
     """The folder of a revision in the local cache, complete or not; None: there is none."""
     from huggingface_hub import try_to_load_from_cache
@@ -115,11 +112,9 @@ def _cached(name: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
-    """Whether a folder has all files that are read."""
-    needed = ["config.json", "tokenizer.json"] if tokenizer else ["config.json"]
-    complete = all((folder / name).exists() for name in needed)
-    return complete and (not weights or _has_weights(folder))
+def _has_all(folder: Path, weights: bool) -> bool:
+    """Whether a folder has the config, and with `weights` all files of its weights."""
+    return (folder / "config.json").exists() and (not weights or _has_weights(folder))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -137,41 +132,6 @@ def _weight_names(folder: Path, whole: str, index: str) -> list[str]:
     return [whole]
 
 
-# --- downloads ----------------------------------------------------------------------------------
-
-
-def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | None) -> Path:
-    """Downloads the missing files of a revision; returns its folder in the local cache."""
-    try:
-        folder = _snapshot(name, revision, _SMALL)
-        if weights and (folder / "config.json").exists():
-            # All of them again: the branch may have moved meanwhile.
-            files = [*_weight_names(folder, WEIGHTS, INDEX), HEAD_FILE]
-            folder = _snapshot(name, revision, [*_SMALL, *files])
-            if not _has_weights(folder):
-                files = _weight_names(folder, BIN, BIN_INDEX)
-                folder = _snapshot(name, revision, [*_SMALL, *files])
-    except CheckpointError:
-        raise
-    except Exception as error:  # three libraries raise theirs
-        if _is_connection_error(error) and cached is not None:
-            if _is_complete(cached, weights, tokenizer=False):
-                return cached
-        raise CheckpointError(_reason(name, revision, error)) from error
-    if not (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{_label(name, revision)} has no config.json; expected a model in the layout of "
-            "Hugging Face"
-        )
-    if weights and not _has_weights(folder):
-        raise CheckpointError(
-            f"{_label(name, revision)} has no {WEIGHTS} and no complete set of the files of "
-            f"{INDEX}, and no {BIN}; specjax reads these only (if it has them, its download was "
-            f"interrupted: check the network, or complete {folder})"
-        )
-    return folder
-
-
 def _snapshot(name: str, revision: str | None, files: Sequence[str]) -> Path:
     import huggingface_hub
 
@@ -180,34 +140,4 @@ def _snapshot(name: str, revision: str | None, files: Sequence[str]) -> Path:
         huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(files), endpoint=endpoint
         )
-    )
-
-
-def _is_connection_error(error: Exception) -> bool:
-    from huggingface_hub import errors
-
-    return not isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError))
-
-
-def _reason(name: str, revision: str | None, error: Exception) -> str:
-    """One line about an error of huggingface_hub."""
-    from huggingface_hub import constants, errors
-
-    label = _label(name, revision)
-    login = "log in (`hf auth login`, or HF_TOKEN)"
-    if isinstance(error, errors.GatedRepoError):
-        return f"{label} is gated: ask for access on its page, then {login}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision or 'main'!r}; expected a branch, tag or commit"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"there is no directory {name}, and no model of that id that may be read: check the "
-            f"spelling, or {login} if it is private"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        return f"{label} cannot be downloaded: {first_line(error)}"
-    return (
-        f"there is no directory {name}, {label} is not in the local cache "
-        f"{constants.HF_HUB_CACHE}, and it cannot be downloaded: {first_line(error)}; check the "
-        "network, or copy the model here"
     )

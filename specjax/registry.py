@@ -84,9 +84,9 @@ class Registry:
 
 
 def is_own_path(name: str, known: Collection[str]) -> bool:
-    """Returns whether a name is a user's `module:attribute`: not `tpu:v9` where `tpu` is known."""
+    """Returns whether a name is a user's `module:attribute`: not `tpu:v9` if `tpu:v5e` is known."""
     module, _, attribute = name.partition(":")
-    return bool(module and attribute) and module not in known
+    return bool(module and attribute) and module not in {n.partition(":")[0] for n in known}
 
 
 def check_setting(setting: str, name: str, known: Collection[str]) -> str:
@@ -161,8 +161,7 @@ FORMATS = Registry(
     "a specjax.interfaces.Weight",
 )
 
-# Backends of kernels. `specjax.kernels.names` has names that stand for several of them, and says
-# what `auto` takes on a platform.
+# Backends of kernels; `specjax.kernels.names` says what `auto` takes on a platform.
 BACKENDS = Registry(
     "kernel backend",
     {

@@ -1,25 +1,10 @@
-"""Names of settings: the nearest one, those of other programs, and how a message spells one.
-
-A user sets a draft source as `draft='ngram'`, `speculation.draft=ngram` or `draft=ngram`. The text
-of an error about several settings is therefore made by a function `spell`; the program that shows
-the error gives its own::
-
-    raise SettingError(lambda spell: f"the head is missing; use {spell('draft', 'ngram')}")
-
-    except ValueError as error:
-        print(spelled(error, dotted({"speculation": Speculation})))
-"""
+"""Names of settings: the nearest one, and those of other programs."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
-
-from specjax.settings import keys_of, show
-
-# (name) or (name, value) -> the setting as the user types it
-Spell = Callable[..., str]
 
 # Last words of settings of vLLM, SGLang, verl and TRL -> how the key here ends.
 FOREIGN = {
@@ -83,45 +68,3 @@ def nearest_key(name: str, keys: Iterable[str]) -> str:
         or nearest(name, [tails[tail] for tail in similar], 0.0)
         or "; --help lists every key"
     )
-
-
-class SettingError(ValueError):
-    """A setting is wrong, or contradicts another one.
-
-    Args:
-      write: function of `spell` that returns the message. `str(error)` spells settings as in
-        Python.
-    """
-
-    def __init__(self, write: Callable[[Spell], str]):
-        super().__init__(write(python))
-        self.write = write
-
-
-def spelled(error: BaseException, spell: Spell) -> str:
-    """The message of an error, with its settings spelled by `spell`."""
-    return error.write(spell) if isinstance(error, SettingError) else str(error)
-
-
-def dotted(sections: Mapping[str, type]) -> Spell:
-    """Names settings as `section.name=value`; those of no section as `name=value`.
-
-    Args:
-      sections: dataclass of each section; "" is that of the top.
-    """
-    names = {
-        key.name.rpartition(".")[2]: f"{section}.{key.name}".removeprefix(".")
-        for section, cls in sections.items()
-        for key in sorted(keys_of(cls), key=lambda key: -key.name.count("."))
-    }
-
-    def spell(name: str, *value: Any) -> str:
-        key = names.get(name, name)
-        return f"{key}={'...' if value[0] is ... else show(value[0])}" if value else key
-
-    return spell
-
-
-def python(name: str, *value: Any) -> str:
-    """Names settings as in Python: `draft='ngram'`; without a value the bare name."""
-    return f"{name}={'...' if value[0] is ... else repr(value[0])}" if value else name

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import functools
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +14,6 @@ from typing import Any
 from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
 from specjax.config import ModelConfig
 from specjax.error_text import first_line
-
-log = logging.getLogger(__name__)
 
 _SETTINGS = "tokenizer_config.json"
 # All files of a tokenizer, and the directory of its further chat templates.
@@ -287,67 +283,3 @@ def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None
     arguments = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     if taken := sorted(arguments & set(options)):
         raise ValueError(f"{taken[0]} is an argument of transformers and no variable of a template")
-
-
-def require_template_options(tokenizer, options: Mapping[str, Any] | None) -> None:
-    """Refuses options that the chat template does not read, for they change nothing.
-
-    Requests of a server may have such options, as in vLLM; settings may not.
-
-    Raises:
-      ValueError: the template reads no variable of an option's name, or as in
-        `check_template_options`.
-    """
-    check_template_options(tokenizer, options)
-    if not options:
-        return
-    known = template_variables(tokenizer)
-    if known is None:
-        log.warning("it is not known whether the chat template reads %s", ", ".join(options))
-        return
-    unread = [name for name in options if name not in known]
-    if not unread:
-        return
-    given = {"messages", "tools", "documents", "add_generation_prompt", *_TEMPLATE_FUNCTIONS}
-    read = sorted(known - given - {*getattr(tokenizer, "special_tokens_map", ())})
-    close = difflib.get_close_matches(unread[0], read, n=1)
-    hint = f"it reads {', '.join(read)}" if read else "it reads no option"
-    raise ValueError(
-        f"{unread[0]} changes nothing: the model's chat template has no variable of that name"
-        + (f"; did you mean {close[0]!r}?" if close else f" ({hint}); leave it out")
-    )
-
-
-def template_variables(tokenizer) -> frozenset[str] | None:
-    """The variables that the chat template reads; None if that cannot be told.
-
-    It can be told of a template in Jinja with the extensions that transformers knows.
-    """
-    from jinja2 import TemplateError, meta
-
-    try:
-        tree = _template_environment().parse(tokenizer.get_chat_template())
-        return frozenset(meta.find_undeclared_variables(tree))
-    except (TemplateError, ValueError, AttributeError, TypeError):
-        return None
-
-
-_TEMPLATE_FUNCTIONS = ("raise_exception", "strftime_now")  # which transformers gives to templates
-
-
-@functools.cache
-def _template_environment():
-    """An environment that parses chat templates, and renders none."""
-    from jinja2 import Environment
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """`{% generation %}` marks what a model is trained on; transformers' extension."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Environment(extensions=["jinja2.ext.loopcontrols", Generation])

@@ -35,8 +35,6 @@ def _by_sequence(s, fixed, cfg):
     def mean(x):
         return (x * s.mask).sum() / s.mask.sum()
 
-    if cfg.importance_sampling_level == "sequence":
-        return _clipped(np.exp(mean(s.new - s.old)), s, cfg)
     return _clipped(np.exp(mean(fixed - s.old)) * np.exp(s.new - fixed), s, cfg)
 
 
@@ -75,8 +73,6 @@ def loss_of(samples, cfg, fixed, masked=0):
             value = value * np.minimum(np.exp(off), cfg.tis_cap)
         d = s.new - s.ref
         kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) + d - 1}[cfg.kl_loss_type]
-        if cfg.use_bias_correction_kl:
-            kl = kl * np.exp(s.new - s.old)
         value = value + cfg.kl_loss_coef * kl - cfg.entropy_coeff * s.entropy
         divisor = {
             "token": tokens,

@@ -52,7 +52,7 @@ def loaded():
             )
         )
 
-    def load(cfg, spell):
+    def load(cfg):
         llm = once(cfg.model, cfg.speculation.strategy)
         llm.tokenizer.chat_template = cfg.chat_template
         return llm

@@ -174,24 +174,24 @@ def test_a_run_of_training_to_hugging_face_and_back(thin_policy, convert, tmp_pa
     assert_same_trees(again, once)
     status, _, errors = convert(out, tmp_path / "none", "--step", "4")
     assert status == 1 and "holds no step 4, only [3, 5]" in errors
-    status, _, errors = convert(thin_policy, out, "--force")
-    assert status == 1 and "more than a checkpoint" in errors
+    status, _, errors = convert(thin_policy, out)
+    assert status == 1 and "exists; choose another target" in errors
     assert (out / "metrics.jsonl").exists()
 
 
 def test_a_head_alone_goes_both_ways(thin_policy, convert, tmp_path):
     asked = ["--what", "head"]
-    assert convert(thin_policy, tmp_path / "orbax", *asked)[0] == 0
-    assert convert(tmp_path / "orbax", tmp_path / "hf")[0] == 0
+    assert convert(thin_policy, tmp_path / "orbax")[0] == 0
+    assert convert(tmp_path / "orbax", tmp_path / "hf", *asked)[0] == 0
     assert [f.name for f in (tmp_path / "hf").iterdir()] == ["mtp.safetensors"]
     wanted = {k: v for k, v in tensors(thin_policy).items() if "mtp" in str(k)}
     assert tensors(tmp_path / "hf") == wanted
     status, _, errors = convert(tmp_path / "hf", tmp_path / "no")
     assert status == 1 and "--like DIR" in errors
     file = tmp_path / "hf" / "mtp.safetensors"
-    assert convert(file, tmp_path / "orbax2", "--like", thin_policy)[0] == 0
-    assert_same_trees(load_weights(tmp_path / "orbax2")[1], load_weights(tmp_path / "orbax")[1])
-    status, _, errors = convert(tmp_path / "orbax", tmp_path / "no", "--what", "policy")
+    status, _, errors = convert(file, tmp_path / "no", "--like", thin_policy, "--to", "orbax")
+    assert status == 1 and "a head alone is written as a file of safetensors" in errors
+    status, _, errors = convert(file, tmp_path / "no", "--what", "policy")
     assert status == 1 and "holds no policy" in errors and not (tmp_path / "no").exists()
 
 
@@ -216,24 +216,6 @@ def test_the_policy_alone_and_another_dtype(thin_policy, convert, tmp_path):
     assert tensors(tmp_path / "full") == tensors(thin_policy)
 
 
-def test_nothing_is_overwritten_unless_told_and_never_the_source(thin_policy, convert, tmp_path):
-    target = tmp_path / "run"
-    assert convert(thin_policy, target, "--what", "policy")[0] == 0
-    status, _, errors = convert(thin_policy, target)
-    assert status == 1 and "--force" in errors and load_weights(target)[1] is None
-    assert convert(thin_policy, target, "--force")[0] == 0
-    assert load_weights(target)[1] is not None
-    for inside in (target, target / "checkpoints"):
-        status, _, errors = convert(inside, target, "--force")
-        assert status == 1 and "is or holds the source" in errors
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    assert convert(thin_policy, tmp_path / "mine", "--force")[0] == 1
-    (tmp_path / "mine" / "config.json").write_text("{}")  # many projects have one
-    assert convert(thin_policy, tmp_path / "mine", "--force")[0] == 1
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
-
-
 @contextlib.contextmanager
 def no_file_beyond(size: int):
     """A limit on the size of a file stands in for a full disk: both fail inside write(2)."""
@@ -255,7 +237,6 @@ def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(to, thin_policy,
     assert convert(thin_policy, target, "--to", to)[0] == 0
     before = sorted(str(path) for path in here.rglob("*"))
     with no_file_beyond(4096):
-        for place, more in ((here / "new", []), (target, ["--force"])):
-            status, _, errors = convert(thin_policy, place, "--to", to, *more)
-            assert status == 1 and "too large" in errors and "Traceback" not in errors
+        status, _, errors = convert(thin_policy, here / "new", "--to", to)
+        assert status == 1 and "too large" in errors and "Traceback" not in errors
     assert sorted(str(path) for path in here.rglob("*")) == before

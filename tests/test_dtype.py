@@ -54,7 +54,7 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
     assert llm.cfg.run.compute_dtype == "float32" and dtypes(llm.params) == {"float32"}
     assert len(llm.notes) == 1 and "float32" in llm.notes[0]
-    assert "(dtype='bfloat16' is the checkpoint's)" in llm.notes[0]
+    assert "(the checkpoint is in bfloat16)" in llm.notes[0]
     told = LLM(half, OFF, max_batch=1, max_len=32, dtype="bfloat16")
     assert told.cfg.run.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
     with pytest.raises(ValueError, match="dtype must be one of"):
@@ -62,17 +62,20 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--strategy", "off"]
     assert main([*asked, "--max-len", "32"]) == 0
     said = capsys.readouterr().err
-    assert "specjax generate: arithmetic in float32" in said and "(dtype=bfloat16 is" in said
+    assert (
+        "specjax generate: arithmetic in float32" in said
+        and "(the checkpoint is in bfloat16)" in said
+    )
     section = EngineSection(max_batch=1, max_len=32)
     off = SpeculationSection(strategy="off")
     served = load_llm(ServeConfig(model=str(half), engine=section, speculation=off))
-    assert "(engine.dtype=bfloat16 is the checkpoint's)" in served.notes[0]
+    assert "(the checkpoint is in bfloat16)" in served.notes[0]
 
 
 def test_engines_are_in_the_checkpoint_s_dtype_elsewhere(half, thin_policy, on_gpu):
     llm = LLM(half, OFF, max_batch=1, max_len=32)
     assert llm.cfg.run.compute_dtype == "bfloat16" and dtypes(llm.params) == {"bfloat16"}
-    assert llm.notes == ["arithmetic in bfloat16, the checkpoint's dtype"]
+    assert llm.notes == ["arithmetic in bfloat16, the checkpoint's (the checkpoint is in bfloat16)"]
     assert LLM(thin_policy, OFF, max_batch=1, max_len=32).cfg.run.compute_dtype == "float32"
     section = EngineSection(max_batch=1, max_len=32)
     served = ServeConfig(

@@ -1,7 +1,6 @@
 """The section about speculation: the same keys, defaults and checks in every program."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SpecConfig, verify
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import Head, describe, describe_head
 from specjax.command_line import parse_config
-from specjax.config.strategy import Strategy
 from specjax.control import ControlConfig
 from specjax.control.config import Speculation
 from specjax.drafts.mtp import MTPSource, init_head_params
@@ -23,8 +23,6 @@ from specjax.kernels.names import ATTENTION
 from specjax.settings import keys_of
 from specjax.verify.__main__ import VerifyConfig
 from train import rl, sft
-from train.heads.files import HeadCheckpoints
-from train.programs import describe_drafting, drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 ENTRIES = {
@@ -72,7 +70,11 @@ CHANGED = [
         SpecConfig(),
         ControlConfig("bandit", ("off", "4_1_5"), bandit={"window": 9}),
     ),
-    (["control.goodput={prior: 0.5}"], SpecConfig(), ControlConfig(goodput={"prior": 0.5})),
+    (
+        ["control.goodput={hysteresis: 0.5}"],
+        SpecConfig(),
+        ControlConfig(goodput={"hysteresis": 0.5}),
+    ),
     (  # it starts where the strategy says
         ["strategy=7_1_8", "control.controller=ema", "control.ema={candidate_steps: [2, 6]}"],
         SpecConfig("7_1_8"),
@@ -131,34 +133,6 @@ def test_a_kernel_may_be_named_in_every_program(name):
     assert served.engine.attention == name
 
 
-# --- FastRL's section ----------------------------------------------------------------------------
-
-EAGLE = {"tune_algorithm": "BEG", "mab_configs": ["8_4_32", "4_1_5"], "spec_verify_tokens": 40}
-FASTRL = {"enable": True, "bs_threshold": 32, "eagle": {**EAGLE, "spec_model_path": "some/head"}}
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_fastrls_section_is_taken_as_it_stands(entry, tmp_path):
-    both = read(entry, f"control.fastrl={json.dumps(FASTRL)}", "control.bandit.window=3")
-    control, spec = both.control_config(), both.spec()
-    assert [arm.name for arm in control.arms] == ["8_4_32", "4_1_5", "off"]
-    assert (control.controller, control.bs_threshold, control.bandit.window) == ("bandit", 32, 3)
-    same = SpecConfig("8_4_32", draft="some/head", spec_verify_tokens=40)
-    assert dataclasses.replace(spec, telemetry=None) == same
-    file = tmp_path / "fastrl.yaml"
-    file.write_text(json.dumps({"speculative": FASTRL}))
-    named = read(entry, f"control.fastrl={file}", "control.bandit.window=3")
-    assert (named.spec(), named.control_config()) == (spec, control)
-
-
-def test_fastrl_switched_off_trains_no_head():
-    off = json.dumps({**FASTRL, "enable": False})
-    cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
-    assert cfg.rollout.strategy == Strategy.OFF and cfg.draft.mode == "none" and not drafts(cfg)
-    said = describe_drafting(cfg, settle_drafting(cfg, MTPSource))
-    assert "draft: none" in said and "rollout.strategy=off" in said
-
-
 # --- a head at another path ---------------------------------------------------------------------
 
 
@@ -183,15 +157,16 @@ def heads(thin_policy, tmp_path_factory):
     model, policy, _ = hf.load_checkpoint(thin_policy)
     head = init_head_params(model, 11)
     hf.save_head(directory / "head.safetensors", model, head)
-    with HeadCheckpoints(directory / "draft", model, keep_last=1) as saved:
-        saved.save(7, head)
-    paths = {"file": "head.safetensors", "draft": "draft/7", "newest": "draft"}
+    with Checkpointer(directory / "run" / "checkpoints") as checkpoints:
+        meta = describe(model, None, describe_head(Head(MTPSource(model), head)))
+        checkpoints.save(7, {"policy": policy, "draft": head}, meta, block=True)
+    paths = {"file": "head.safetensors", "run": "run", "newest": "run/checkpoints"}
     return {name: str(directory / path) for name, path in paths.items()}, head
 
 
 @pytest.mark.parametrize(
     ("entry", "layout"),
-    [("LLM", "file"), ("LLM", "draft"), ("LLM", "newest"), ("serve", "file"), ("generate", "draft"),
+    [("LLM", "file"), ("LLM", "run"), ("LLM", "newest"), ("serve", "file"), ("generate", "run"),
      ("verify", "file")],
 )  # fmt: skip
 def test_a_head_at_a_path_drafts(entry, layout, heads, thin_policy):
@@ -217,11 +192,9 @@ def test_a_head_that_is_not_there_is_named(entry, thin_policy):
 def test_a_head_of_another_policy_is_refused(heads, thin_policy, tmp_path):
     model, _, _ = hf.load_checkpoint(thin_policy)
     wide = model.replace(hidden_size=32)
-    with HeadCheckpoints(tmp_path, wide, keep_last=1) as saved:
-        saved.save(1, init_head_params(wide, 0))
-    for path in (tmp_path / "1", tmp_path):
-        with pytest.raises(CheckpointError, match="does not fit the model config; wrong weights"):
-            loaded("LLM", str(thin_policy), str(path))
+    hf.save_head(tmp_path / "wide.safetensors", wide, init_head_params(wide, 0))
+    with pytest.raises(CheckpointError, match="does not fit the model config; wrong weights"):
+        loaded("LLM", str(thin_policy), str(tmp_path / "wide.safetensors"))
 
 
 @pytest.mark.parametrize("control", ["ema", {"controller": "ema"}, ControlConfig("ema")])

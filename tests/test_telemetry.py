@@ -1,8 +1,7 @@
-"""Telemetry on the host: what is collected, summed up, written, read and printed."""
+"""Telemetry on the host: what is collected, summed up and written."""
 
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ from specjax.telemetry import (
     Collector,
     Rejection,
     SlotInfo,
-    read_jsonl,
 )
-from specjax.telemetry.__main__ import main
 
 SLOTS = (
     SlotInfo("a", 0, 3, ("temperature", "top_p")),
@@ -131,35 +128,33 @@ def test_what_several_collected_does_not_depend_on_who_collected_which():
 # --- files ---------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read_back_infinities_included(tmp_path):
+def lines_of(path) -> list[dict]:
+    """The objects of a file of strict JSON: no Infinity."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_what_is_written_is_json_infinities_included(tmp_path):
     masked = np.full((4, 3), -np.inf, np.float32)
     collector = collected(chunk(draft_token_target_logprob=masked))
-    path = collector.write_jsonl(tmp_path / "deep" / "run.jsonl")
-    for line in path.read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)  # strict JSON: no Infinity
-    back = read_jsonl(path)
-    assert back.records == collector.records
-    assert back.records[0].draft_token_target_logprob == -math.inf
-    assert back.summary() == collector.summary()
+    tally, *lines = lines_of(collector.write_jsonl(tmp_path / "deep" / "run.jsonl"))
+    first = collector.records[0]
+    assert len(lines) == len(collector.records) and tally["kind"] == "tally"
+    assert lines[0]["draft_token_target_logprob"] is None
+    assert lines[0]["entropy"] == first.entropy and lines[0]["kind"] == "rejection"
+    assert tally["rejections"] == collector.summary().rejections
+    assert tally["attempts"] == {"1": 6, "2": 4, "3": 3, "4": 1}
 
 
-def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
+def test_a_last_line_that_a_kill_cut_short_is_removed_and_said(tmp_path):
     path = collected().write_jsonl(tmp_path / "run.jsonl")
+    whole = lines_of(path)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.warns(UserWarning, match="skipped its damaged last line, 6"):
-        back = read_jsonl(path)
-    assert back.records == collected().records[:-1]
     with pytest.warns(UserWarning, match="cut off its unfinished last line"):
         collected().write_jsonl(path, append=True)
-    assert read_jsonl(path).records == collected().records[:-1] + collected().records
+    assert lines_of(path) == whole[:-1] + whole
 
 
-# --- command line --------------------------------------------------------------------------------
-
-
-def test_the_command_prints_the_figures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    main([str(collected().write_jsonl(tmp_path / "run.jsonl"))])
-    printed = capsys.readouterr().out
-    for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 nats"):
+def test_the_sums_are_printed():
+    printed = str(collected().summary())
+    for text in ("6 rounds, 5 ended", "depth 1: 66.7% accepted", "100.0% disagreement"):
         assert text in printed

@@ -102,12 +102,10 @@ def with_effect(program: type, settings: dict) -> list[str]:
 # Settings that no program of a rollout, or of the policy, depends on.
 OF_NO_ROLLOUT = {
     "prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order", "exact_mode",
-    "draft_vocab_every", "draft_vocab_decay",
 }  # fmt: skip
 OF_NO_UPDATE = {
-    "dynamic_sampling", "max_num_gen_batches", "preset", "normalize_std", "normalize_over",
-    "advantage_eps", "kl_coef", "kl_penalty", "ref_update_steps", "overlong_buffer_len",
-    "overlong_penalty_factor", "mask_truncated", "filter_groups", "std_correction",
+    "dynamic_sampling", "max_num_gen_batches", "preset", "normalize_std", "kl_coef",
+    "overlong_buffer_len", "overlong_penalty_factor", "mask_truncated", "std_correction",
 }  # fmt: skip
 # Those that engines that decode plainly take from the rollout's.
 OF_PLAIN = (

@@ -1,4 +1,4 @@
-"""The command line that `train.rl`, `train.sft` and `train.draft` share: settings, `--resume`."""
+"""The command line that programs of training share: settings, `--resume`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ def run_program(
     argv: Sequence[str] | None,
     prog: str,
     description: str,
-    run: Callable[[Any, bool, int | None], Any],
+    run: Callable[..., Any],
+    resumes: bool = True,
 ) -> Any:
-    """Parses the settings and returns `run(config, resume, resume_step)`.
+    """Parses the settings and returns `run(config, resume, resume_step)`, or `run(config)`.
 
     Raises:
       SystemExit: the user made a mistake, or pressed Ctrl-C (status 130); with one message.
     """
     try:
+        kind = ResumableCall if resumes else Call
         cfg, call = parse_config(
-            schema, argv, prog, description, ResumableCall, lambda cfg: cfg.data.require_path()
+            schema, argv, prog, description, kind, lambda cfg: cfg.data.require_path()
         )
+        if not resumes:
+            return run(cfg)
         return run(cfg, call.resume or call.resume_step is not None, call.resume_step)
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # Ctrl-C from here on
 
     interrupts.begin("train.draft")
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +42,7 @@ from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import LEAST, Engine
-from specjax.engine.request import Totals, make_jobs, require_valid
+from specjax.engine.request import make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
 from specjax.hub import portable
 from specjax.interfaces import Draft
@@ -51,7 +50,6 @@ from specjax.models.transformer import Params, laid_out
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 from specjax.settings import fingerprint
-from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.cli import run_program
@@ -80,9 +78,8 @@ from train.draft_schema import DraftRunConfig
 from train.heads import curve as curves
 from train.heads.curve import Curve
 from train.heads.files import require_same_head
-from train.heads.kinds import SPELL, export_head, head_to_go_on_with, start_head
+from train.heads.kinds import export_head, head_to_go_on_with, start_head
 from train.heads.losses import Sampling
-from train.heads.states import States, weights_digest
 from train.heads.training import (
     DraftTrainer,
     add_sums,
@@ -94,7 +91,9 @@ from train.loss.optim import OptimConfig
 from train.loss.packing import padding_share
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
+from train.run import picture
 from train.run.files import read_metrics
+from train.run.live import sample_bar
 from train.run.start import Interrupted, Run, find_policy, require_unused, say, start
 
 HEAD = "head"  # directory of the exported head
@@ -151,8 +150,7 @@ class HeadTrainer:
         # What is wrong with them is said before the policy answers prompts.
         always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)
         self._given_head = head_to_go_on_with(cfg, self.model)
-        setting = f"dtype={self.stored}"
-        self.notes.append(f"{about_dtype(cfg.dtype, dtype, self.stored, setting)}")
+        self.notes.append(about_dtype(cfg.dtype, dtype, self.stored))
 
     def _read_inputs(self) -> None:
         """Reads config, tokenizer and data, and checks them before anything is computed."""
@@ -211,19 +209,13 @@ class HeadTrainer:
         if done:
             say(f"samples: {done} of {blocks} blocks are there already")
         if done < blocks:
-            total = cfg.rollout.prompts * cfg.rollout.n
             say(
                 f"samples: {cfg.rollout.prompts} prompts x {cfg.rollout.n}, at temperature "
                 f"{cfg.rollout.temperature:g}; compiling first"
             )
             engine = self.engine(None, None, cfg.rollout.max_batch)
             engine.set_params(self.params)
-            with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
-
-                def show(ended: int, totals: Totals) -> None:
-                    bar.update(ended - bar.n)
-                    bar.set_postfix_str(f"{totals.tokens / max(totals.seconds, 1e-9):.0f} tok/s")
-
+            with sample_bar(cfg.rollout.prompts * cfg.rollout.n) as show:
                 try:
                     sampler.run(engine, self.model.eos_token_ids, show)
                 except KeyboardInterrupt:
@@ -280,26 +272,9 @@ class HeadTrainer:
         self.trainer = DraftTrainer(model, cfg.draft, sampling, source=self.source, **common)
         self.opt_state = self.trainer.init_opt_state(self.head)
         self.frozen = frozen_policy_parts(self.params)
-        kept = cfg.cache_bytes if cfg.states == "cache" and self.total > len(self.batches) else 0
-        self.states = States(
-            lambda batch: self.policy.states(self.params, batch),
-            kept,
-            cfg.cache_dir,
-            self._key(pairs) if cfg.cache_dir is not None else "",
-        )
+        self._room = cfg.cache_bytes if cfg.states == "cache" else 0
+        self._states: dict[int, np.ndarray] = {}  # those that are kept, by micro-batch
         self._begin_evaluation()
-
-    def _key(self, pairs: Sequence[Pair]) -> str:
-        """Digests all that the states of a micro-batch depend on."""
-        cfg, digest = self.cfg, hashlib.blake2b(digest_size=16)
-        packing = (cfg.packing.rows, cfg.packing.row_length, cfg.seed)
-        run = self.policy.cfg.run
-        digest.update(repr((portable(cfg.model), packing, run, self.policy.taps)).encode())
-        digest.update(weights_digest(self.params).encode())
-        for pair in pairs:
-            sizes = len(pair.prompt), len(pair.tokens)
-            digest.update(np.asarray([*sizes, *pair.prompt, *pair.tokens], "<i4").tobytes())
-        return digest.hexdigest()
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -310,13 +285,23 @@ class HeadTrainer:
         number = int(order_of(self.cfg, count, epoch)[place])
         host = self.batches[number]
         batch = self.policy.place(host)
-        states = self.states(number, batch)
+        states = self._states_of(number, batch)
         self.head, self.opt_state, sums = self.trainer.start_update(
             self.head, self.opt_state, self.frozen, batch, states
         )
         self.done_steps += 1
         self.tokens += int(host["loss_mask"].sum())
         return sums, int((host["segment_ids"] > 0).sum())
+
+    def _states_of(self, number: int, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns the policy's states of a micro-batch, which are the same in every pass."""
+        if number in self._states:
+            return jax.device_put(self._states[number])
+        states = self.policy.states(self.params, batch)
+        if states.nbytes <= self._room:
+            self._states[number] = np.asarray(states)
+            self._room -= states.nbytes
+        return states
 
     # --- evaluation ----------------------------------------------------------------------------
 
@@ -340,7 +325,8 @@ class HeadTrainer:
                 config=config,
             )
         except ValueError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
+            raise ConfigError(str(error)) from error
+        engine.alarm = None  # a new head gains nothing yet; `not_learnt` speaks at the end
         return engine
 
     def _begin_evaluation(self) -> None:
@@ -427,7 +413,7 @@ class HeadTrainer:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the settings that change the head; a resumed run must have the same."""
         cfg = self.cfg
-        ignored = ("out", "steps", "epochs", "states", "cache_bytes", "cache_dir", "eval", "log")
+        ignored = ("out", "steps", "epochs", "states", "cache_bytes", "eval", "log")
         ignored += "save_every", "keep_last", "log_every", "export", "export_dtype", "attention"
         settings = fingerprint(cfg, (*ignored, "logprob_chunk_size"))
         settings["model"] = portable(settings["model"])
@@ -483,12 +469,11 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
         trainer = HeadTrainer(cfg)
         for line in trainer.notes:
             say(line)
+        trainer.notes = []
         if trainer.texts is None:
             check_samples(cfg, run.out, resume, trainer.tokenizer)
         trainer.begin(trainer.collect())
         run.restore(trainer, cfg.keep_last)
-        if run.resumed:
-            say(f"resumed at update {trainer.done_steps}")
         run.begin(cfg.model, trainer.total, CONSOLE)
         _updates(run, trainer)
     if warning := not_learnt(cfg, read_metrics(run.out), trainer.curve):
@@ -502,7 +487,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
                 f"n-grams {ngrams[temperature]:.3f} ({cfg.eval.strategy}, {len(trainer.asked)} "
                 "prompts)"
             )
-        say(f"curve: {run.out / curves.FILE}, {run.out / curves.PICTURE}")
+        say(f"curve: {run.out / curves.FILE}, {picture.draw(run.out)}")
     if cfg.export == "none":
         return run.out
     return export_head(cfg, trainer.source, trainer.head, run.out / HEAD)

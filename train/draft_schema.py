@@ -125,8 +125,7 @@ class DraftRunConfig(Common):
       epochs: passes over all samples.
       states: hidden states of the policy: stream, computed for each update; cache, computed in the
         first pass and kept for further ones.
-      cache_bytes: bytes of states that are kept at most; the others are streamed.
-      cache_dir: directory that the states are kept in; null: in the host's memory.
+      cache_bytes: bytes of states that the host keeps at most; the others are streamed.
       draft_vocab: tokens that an EAGLE-3 head drafts from: those that are most frequent in the
         samples; null: the whole vocabulary.
       data: prompts, or texts.
@@ -168,7 +167,6 @@ class DraftRunConfig(Common):
     epochs: int = option(1, least=1, needs="!steps")
     states: str = option("stream", choices=STATES, needs="passes_again")
     cache_bytes: int = option(4 << 30, least=0, needs="states=cache")
-    cache_dir: str | None = option(None, needs="states=cache")
     # Any head may draft from a part of the policy's vocabulary where it is used.
     draft_vocab: int | None = option(None, least=1, needs=("kind=eagle3", "!init"))
     data: DraftDataConfig = option(DraftDataConfig)

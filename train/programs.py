@@ -30,7 +30,6 @@ from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
-from specjax.spelling import spelled
 from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
 from train.heads.losses import Sampling
@@ -39,7 +38,6 @@ from train.loss.logprobs import Transforms
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
 from train.rollout.draws import group_params
-from train.rollout_schema import SPELL
 from train.schema import RLConfig, as_run
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
@@ -256,7 +254,7 @@ def settle_drafting(
         may_stop = roll.invariant or not cfg.algo.tis
         drafting = settle_draft(roll.spec(), given, head, may_stop, target, find)
     except (ValueError, OSError) as error:
-        raise ConfigError(spelled(error, SPELL)) from error
+        raise ConfigError(f"rollout: {error}") from error
     if drafting.by_default and mode != "auto":
         raise ConfigError(
             f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "
@@ -278,7 +276,6 @@ def settle_drafting(
     trained = {
         "draft.mode=online": cfg.draft.mode == "online",
         "draft.spot.enabled=true": cfg.draft.spot.enabled,
-        "checkpoint.draft_only=true": cfg.checkpoint.draft_only,
     }
     wrong = [setting for setting, is_on in trained.items() if is_on]
     if wrong and not trains(drafting.kind):
@@ -297,7 +294,7 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
         return drafting.described()
-    text = f"{drafting.described()} ({cfg.draft.describe_mode()}"
+    text = f"{drafting.described()} (draft.mode={cfg.draft.mode}"
     if cfg.draft.mode != "online":
         return f"{text})"
     steps = cfg.draft.unroll_steps
@@ -334,7 +331,7 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
         try:
             check_job(where, job, Limits(model, longest, len(job.stop_ids), None))
         except ValueError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
+            raise ConfigError(f"{where}: {error}") from error
         features.append(features_of(job, model.vocab_size))
     return functools.reduce(operator.or_, features)
 
@@ -461,5 +458,5 @@ def build_programs(
     try:
         engines = build_engines(cfg, decoded, speculate, source, meshes)
     except ValueError as error:
-        raise ConfigError(f"rollout: {spelled(error, SPELL)}") from error
+        raise ConfigError(f"rollout: {error}") from error
     return Programs(policy, draft, replica_drafts, *engines)

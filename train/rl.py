@@ -33,14 +33,11 @@ import numpy as np
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
 from specjax.engine.llm import LEAST
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
-from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
-from train.heads.files import HeadCheckpoints
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
@@ -57,11 +54,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     Every process of a job calls it; the first process writes logs, plot and export.
     """
     out = Path(cfg.out)
-    # Before the first call that starts jax's backends, and so before processes can agree on a
-    # directory. Each finds the same one, because they share `out`, which `start` checks.
-    if cfg.deterministic:
+    if cfg.deterministic:  # before the first call that starts jax's backends
         try:
-            determinism.set_up(out if resume else _fresh(out))
+            determinism.set_up()
         except ValueError as error:
             raise ConfigError(str(error)) from error
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
@@ -75,11 +70,7 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
 def _train(run: Run, cfg: RLConfig) -> Path:
     began, out = time.perf_counter(), run.out
     trainer = Trainer(cfg)
-    for line in (*trainer.notes, trainer.drafting):
-        say(line)
     trainer.on_program = CompileProgress(say)
-    strategies = len(trainer.engine.runner.programs)
-    say(compiling_line(trainer.programs_to_compile(), strategies))
     run.restore(trainer, cfg.checkpoint.keep_last)  # which compiles, too
     for line in _start_lines(run, trainer):
         say(line)
@@ -88,9 +79,8 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     say(f"run {out}: steps {first} to {cfg.steps}, set-up {time.perf_counter() - began:.0f} s")
     labels, begin = trainer.scorer.labels, run.first_logged
     log = SampleLog(out, cfg.log.samples, cfg.seed, trainer.tokenizer, labels, begin)
-    keep, about = cfg.checkpoint.keep_last, trainer.about_head
-    with log as samples, HeadCheckpoints(out / "draft", trainer.model, keep, about) as heads:
-        _steps(run, trainer, samples, heads)
+    with log as samples:
+        _steps(run, trainer, samples)
     if distributed.is_first():
         run.log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
@@ -103,7 +93,7 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     return plot
 
 
-def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoints) -> None:
+def _steps(run: Run, trainer: Trainer, samples: SampleLog) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     cfg, warnings = trainer.cfg, StepWarnings(trainer)
 
@@ -133,12 +123,9 @@ def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoint
                 metrics |= evaluate(f"after step {step}")
         samples.log(step, trainer.last_rollout)
         run.log.log(step, metrics)
-        for line in warnings.check(step, metrics):
-            say(line)
+        for warning in warnings.of(metrics):
+            say(f"WARNING: step {step}: {warning}")
         due = bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
-        if cfg.checkpoint.draft_only and trainer.head is not None:
-            if due or not run.goes_on():
-                heads.save(step, trainer.head)
         run.end_step(due)
 
 
@@ -213,53 +200,19 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     """Yields what a run says of its rollouts before the first step, and compiles them."""
     cfg = trainer.cfg
     yield from trainer.start_lines()
-    if line := generation_config_line(cfg, trainer.model):
-        yield line
     yield trainer.dtype_line
-    if cfg.deterministic:
-        yield determinism.line()
-    elif run.resumed and (warning := determinism.without()):
-        yield f"WARNING: {warning}"
+    if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
+        yield (
+            "WARNING: on a GPU XLA chooses algorithms by measuring them, so that the last bits of "
+            "this run may differ from those of a run that was never stopped; deterministic=true "
+            "measures nothing"
+        )
     yield f"rollouts: {trainer.warm_up()}"
     dtype = trainer.engine.runner.cfg.run.compute_dtype
-    for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):
-        if warning:
-            yield f"WARNING: {warning}"
+    for warning in filter(None, (nothing_learnt(cfg), precision_warning(cfg, dtype))):
+        yield f"WARNING: {warning}"
     for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
         yield f"kept whole on every device: {line}"
-
-
-def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
-    params = cfg.rollout.sampling_params()
-    file = dict(sampling_defaults(model.generation))
-    if ("do_sample", False) in model.generation:
-        file["temperature"] = 0.0
-    differing = {name: value for name, value in file.items() if value != getattr(params, name)}
-    if max(params.top_k, differing.get("top_k", 0)) <= 0:
-        differing.pop("top_k", None)  # 0 and -1 both keep all tokens
-    if not differing:
-        return None
-    ours = ", ".join(f"rollout.{name}={getattr(params, name)}" for name in differing)
-    theirs = ", ".join(f"{name}={value}" for name, value in differing.items())
-    return (
-        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): set "
-        "these to sample as the file asks"
-    )
-
-
-def compiling_line(programs: int, strategies: int) -> str:
-    """Writes the line before rollouts are compiled, which may take minutes.
-
-    Args:
-      programs: number of programs to compile.
-      strategies: number of strategies that they are for.
-    """
-    fewer = ", fewer in rollout.control.strategies" if strategies > 1 else ""
-    return (
-        f"rollouts: compiling {programs} programs, which may take minutes; to compile less: "
-        f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
-    )
 
 
 def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
@@ -286,8 +239,8 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
 def nothing_learnt(cfg: RLConfig) -> str | None:
     """Writes the warning that settings leave the policy as it is; None if it can learn."""
     roll, reason = cfg.rollout, None
-    if not cfg.optim.moves:
-        reason = f"optim.lr={cfg.optim.lr:g} or optim.clip_norm makes every update 0"
+    if cfg.optim.lr == 0 or cfg.optim.clip_norm == 0:
+        reason = "optim.lr or optim.clip_norm is 0"
     elif cfg.algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
         reason = "by rollout.min_tokens every sample is long, and algo.mask_truncated leaves it out"
     elif roll.temperature == 0 and roll.n > 1:
@@ -295,46 +248,21 @@ def nothing_learnt(cfg: RLConfig) -> str | None:
     return reason and f"the policy learns nothing: {reason}"
 
 
-def slots_warning(cfg: RLConfig) -> str | None:
-    """Writes the warning that over-sampling cannot end a step early; None if it can."""
-    roll = cfg.rollout
-    samples, slots = roll.in_flight * roll.n, roll.max_batch * roll.replicas
-    if roll.in_flight == roll.prompts or samples <= slots:
-        return None
-    return (
-        f"rollout.over_sample={roll.over_sample} has {samples} samples of a step share {slots} "
-        "slots: it cannot end before all have started, so over-sampling makes it longer. Set "
-        f"rollout.max_batch={-(-samples // roll.replicas)}, or rollout.over_sample=1"
-    )
+PATIENCE = 3  # steps without gain before the warning about speculation: a head may learn
 
 
 class StepWarnings:
-    """Warns about speculation without gain, and rewards or training without effect.
+    """Warns about speculation without gain, and rewards or training without effect."""
 
-    Args:
-      trainer: the trainer.
-      patience: number of steps without gain before the warning about speculation. It stands in
-        place of the engine's, which counts rounds: a head may learn.
-    """
+    def __init__(self, trainer: Trainer):
+        self._trainer, self._flat, self._zero_shown = trainer, 0, False
 
-    def __init__(self, trainer: Trainer, patience: int = 3):
-        self._trainer, self._patience, self._flat = trainer, patience, 0
-        self._zero_shown = self._length_shown = False
-
-    def check(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
-        """Yields the lines about a step, from its metrics."""
-        length = metrics.get("rollout/drafted_accept_length")
-        if length is not None and not self._length_shown:
-            self._length_shown = True
-            yield f"Acceptance length: {length:.2f} at step {step}; each step's line has its own"
-        for warning in self._warnings(metrics):
-            yield f"WARNING: step {step}: {warning}"
-
-    def _warnings(self, metrics: dict[str, float]) -> Iterator[str]:
+    def of(self, metrics: dict[str, float]) -> Iterator[str]:
+        """Yields the warnings about the last step, from its metrics."""
         trainer, length = self._trainer, metrics.get("rollout/drafted_accept_length")
         if length is not None:
             self._flat = self._flat + 1 if length < LEAST else 0
-            if self._flat == self._patience:
+            if self._flat == PATIENCE:
                 yield (
                     f"accept length has been {length:.2f} for {self._flat} steps: speculation only "
                     "costs time; is the draft the one that belongs to this policy?"
@@ -355,10 +283,6 @@ class StepWarnings:
                 "no group has differing rewards: the policy learns nothing from this step. Is the "
                 "task too hard or too easy for it?"
             )
-        if metrics.get("train/mtp_tokens") == 0:
-            yield "draft training saw no token: is every response a single token?"
-        elif metrics.get("train/mtp_update_norm") == 0:
-            yield "draft training changed nothing: draft.optim.lr or clip_norm is 0?"
         for difference in trainer.exact.differences if trainer.exact else ():
             yield (
                 "speculative and plain decoding differ (a request's number is the place of its "

@@ -10,7 +10,6 @@ from specjax.config.sampling import Sampling
 from specjax.control.config import Speculation
 from specjax.engine.settings import EngineConfig, strategies_of
 from specjax.settings import option, part
-from specjax.spelling import dotted
 
 # Settings other than the temperature that change the distribution.
 FILTERS = ("top_k", "top_p", "min_p")  # without effect at temperature 0
@@ -76,9 +75,6 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
       max_batch: slots that run at once, on each replica.
       replicas: engines that share the samples, each with devices, weights and caches of its own.
       tp: devices of each replica; with 1 replica of 1 device rollouts run on the devices of `mesh`.
-      draft_vocab_every: steps after which the draft_vocab tokens are chosen anew, by what rollouts
-        emitted; earlier if they cover fewer tokens than at first; 0: those of the start stay.
-      draft_vocab_decay: weight in that choice that tokens of earlier steps keep from step to step.
       dtype: dtype of weights and arithmetic in rollouts and evaluation, cast when new weights come;
         auto: dtype.compute.
       scan_layers: scan over the layers while decoding, on one device or a mesh: compiles faster,
@@ -94,12 +90,6 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     max_batch: int = option(32, least=1)
     replicas: int = option(1, least=1)
     tp: int = option(1, least=1)
-    draft_vocab_every: int = option(
-        1, least=0, needs=("draft_vocab", "!token_map", "acceptance=coupled|greedy")
-    )
-    draft_vocab_decay: float = option(
-        0.8, needs=("draft_vocab", "!token_map", "acceptance=coupled|greedy", "draft_vocab_every")
-    )
     dtype: str = option(AUTO, choices=ENGINE_DTYPES)
     scan_layers: bool = False
 
@@ -107,8 +97,6 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
         Sampling.__post_init__(self)
         Speculation.__post_init__(self)
         EngineConfig.__post_init__(self)
-        if not 0 <= self.draft_vocab_decay <= 1:
-            raise ValueError(f"draft_vocab_decay: expected 0 to 1, got {self.draft_vocab_decay}")
         if self.draft == "ngram" and self.ngram_siblings and not self.by_token:
             raise ValueError(
                 f"ngram_siblings with rollout.acceptance={self.acceptance}: tokens would depend on "
@@ -185,7 +173,3 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return part(EngineConfig, self)
-
-
-# The names of the library's settings in this configuration, for messages.
-SPELL = dotted({"rollout": RolloutSection})

@@ -25,7 +25,6 @@ from train.loss.algo import AlgoSection, algo, choose_algo
 from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards.builtin import THINKS_FIRST
-from train.rewards.scoring import labels_of
 from train.rollout_schema import PENALTIES, RolloutSection
 
 
@@ -96,7 +95,7 @@ class DtypeSection:
           platform: platform of the devices that train.
         """
         setting, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
-        line = about_dtype(setting, self.compute, stored, f"dtype.compute={stored}")
+        line = about_dtype(setting, self.compute, stored)
         if self.compute == "float16":
             self.compute = "bfloat16"
             line = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"
@@ -134,7 +133,7 @@ class DataConfig:
         packing.row_length or the model's positions, without truncate.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
-        error ends the run at start, drop skips them, keep only warns.
+        error ends the run at start, keep warns.
       strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
       dataset: name of a data set of reasoning-gym, with task=reasoning_gym; `seed` is its seed.
       dataset_args: further arguments of that data set, such as {max_digits: 2}.
@@ -161,9 +160,7 @@ class DataConfig:
     date: str | None = None
     overlong_prompts: str = option("auto", choices=("auto", "drop", "truncate", "error"))
     duplicates: str = option("keep", choices=("keep", "drop"), needs="path")
-    unwinnable: str = option(
-        "error", choices=("error", "drop", "keep"), needs=("path", "checks_gold")
-    )
+    unwinnable: str = option("error", choices=("error", "keep"), needs=("path", "checks_gold"))
     strip_calculator: bool = option(True, needs="path")
     train_size: int = option(1_000_000, least=1, needs="!path")
     heldout_size: int = option(512, least=1, needs="eval.any")
@@ -332,12 +329,9 @@ class RLCheckpointSection(CheckpointSection):
 
     Attributes:
       export: write a Hugging Face directory <out>/hf at the end.
-      draft_only: also save the head alone, without embedding and lm_head, asynchronously, under
-        <out>/draft/<step>.
     """
 
     export: bool = True
-    draft_only: bool = option(False, needs=("rollout.speculates", "rollout.drafts_by_network"))
 
 
 @dataclass
@@ -544,8 +538,8 @@ class RLConfig(Trained):
       draft: the draft head.
       packing: training batches.
       eval: evaluation.
-      deterministic: on a GPU, run the same algorithms in every process, and none that adds by
-        atomics: a run and its repetitions, --resume included, then have the same bits.
+      deterministic: on a GPU, run XLA's default algorithms, and none that adds by atomics: a run
+        and its repetitions, --resume included, then have the same bits.
       checkpoint: checkpoints.
       log: what the run shows.
       distributed: the processes of the job.
@@ -615,7 +609,6 @@ class RLConfig(Trained):
         for name in names:
             if name != "auto" or len(names) > 1:
                 REWARDS.check(name)
-        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
         least = getattr(self.algo, "least_samples", 2)
         if self.rollout.n < least:
             raise ValueError(
@@ -705,9 +698,8 @@ def _check_spot(cfg: RLConfig) -> None:
     if not cfg.trains_head:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
-            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g}, rollout.draft="
-            f"{cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; set "
-            "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
+            f"rollout.draft={cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; "
+            "set draft.mode=online and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:
         raise ValueError(

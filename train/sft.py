@@ -49,7 +49,7 @@ from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.packing import PackedBatch, pack_demonstrations, padding_share
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, sft_loss
-from train.run.start import Run, add_own_family, require_unused, say, start
+from train.run.start import Run, add_own_family, require_unused, start
 from train.schema import SFTConfig, as_run
 
 if TYPE_CHECKING:  # slow to import
@@ -200,14 +200,20 @@ class SFTTrainer:
             describe_stages(cfg),
         ]
 
-    def update_policy(self) -> tuple[dict[str, float], list[PackedBatch]]:
-        """Makes an update of the policy; returns its metrics, and what it was trained on."""
+    def update(self) -> tuple[dict[str, float], list[PackedBatch]]:
+        """Makes an update of the policy, or of the head once those of the policy are done.
+
+        Returns:
+          (metrics, what it was trained on).
+        """
         batches = self.stream.next_update()
         placed = [self.policy.place(batch) for batch in batches]
+        self.done_steps += 1
+        if self.done_steps > self.cfg.steps:
+            return self._update_head(placed), batches
         self.params, self.opt_state, _, sums = self.policy.update(
             self.params, self.opt_state, placed, count_denominators(batches)
         )
-        self.done_steps += 1
         metrics = {
             "train/loss": sums["loss"],
             "train/entropy": sums["entropy"] / sums["tokens"],
@@ -216,16 +222,13 @@ class SFTTrainer:
         }
         return metrics, batches
 
-    def update_head(self) -> dict[str, float]:
-        """Makes an update of the head on the policy's states; returns its metrics."""
+    def _update_head(self, batches: list) -> dict[str, float]:
         if self.draft_opt is None:
             self.opt_state, self.draft_opt = None, self.draft.init_opt_state(self.head)
-        batches = [self.policy.place(batch) for batch in self.stream.next_update()]
         states = [self.policy.states(self.params, batch) for batch in batches]
         self.head, self.draft_opt, sums = self.draft.update(
             self.head, self.draft_opt, self.params, batches, states
         )
-        self.done_steps += 1
         return draft_metrics(sums)
 
     # --- state ---------------------------------------------------------------------------------
@@ -338,12 +341,8 @@ def head_steps(cfg: SFTConfig) -> int:
 def describe_stages(cfg: SFTConfig) -> str:
     """Writes the line at start about the number of updates of policy and head."""
     policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
-    if cfg.steps and not cfg.optim.moves:
-        policy = (
-            f"WARNING: optim.lr or optim.clip_norm is 0, so the policy learns nothing; {policy}"
-        )
     if not head_steps(cfg):
-        mode = cfg.draft.describe_mode() if cfg.draft.mode != "online" else "draft_steps=0"
+        mode = f"draft.mode={cfg.draft.mode}" if cfg.draft.mode != "online" else "draft_steps=0"
         return f"{policy}; {mode}: the head is not trained, only exported"
     return (
         f"{policy}, then the draft head for {cfg.draft_steps} (draft_steps={cfg.draft_steps}; 0 "
@@ -366,40 +365,29 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
         require_unused(Path(cfg.out))
     with start("train.sft", cfg, resume, resume_step) as run:
         trainer = SFTTrainer(cfg, keep_tokenizer=run.resumed)
-        for line in trainer.notes:
-            say(line)
         run.restore(trainer, cfg.checkpoint.keep_last)
-        if run.resumed:
-            say(f"resumed at step {trainer.done_steps}")
         run.begin(cfg.init, cfg.steps + head_steps(cfg), CONSOLE)
-        _train_policy(run, trainer)
-        while run.goes_on():
-            metrics = trainer.update_head()
-            run.require_finite(metrics)
-            if trainer.done_steps % cfg.log_every == 0:
-                run.log.log(trainer.done_steps, metrics)
-            run.end_step()
+        _updates(run, trainer)
         run.save(block=True)
     return trainer.export()
 
 
-def _train_policy(run: Run, trainer: SFTTrainer) -> None:
-    """Runs the rest of the policy stage, and saves a checkpoint at its end."""
+def _updates(run: Run, trainer: SFTTrainer) -> None:
+    """Makes the remaining updates, and saves a checkpoint at the end of the policy stage."""
     cfg, since, tokens, padding = trainer.cfg, time.perf_counter(), 0.0, []
-    while trainer.done_steps < cfg.steps:
-        metrics, batches = trainer.update_policy()
+    while run.goes_on():
+        metrics, batches = trainer.update()
         run.require_finite(metrics)
         padding.append(padding_share(batches))
         tokens += sum(float((batch["segment_ids"] > 0).sum()) for batch in batches)
-        last = trainer.done_steps == cfg.steps
-        if trainer.done_steps % cfg.log_every == 0 or last:
+        step, every = trainer.done_steps, cfg.checkpoint.every
+        if step % cfg.log_every == 0 or step == cfg.steps:
             now = time.perf_counter()
             metrics["train/tokens_per_sec"] = tokens / (now - since)
             metrics["train/padding_share"] = float(np.mean(padding))
-            run.log.log(trainer.done_steps, metrics)
+            run.log.log(step, metrics)
             since, tokens, padding = now, 0.0, []
-        every = cfg.checkpoint.every
-        run.end_step(due=last or bool(every and trainer.done_steps % every == 0))
+        run.end_step(due=step == cfg.steps or bool(every and step % every == 0))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import determinism
 from specjax.checkpoint.weights import (
     Head,
     describe,
@@ -33,9 +32,8 @@ from specjax.engine.start_up import StartUp
 from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
-from specjax.parallel import distributed, sharding
+from specjax.parallel import sharding
 from specjax.settings import fingerprint
-from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.data import rows
@@ -45,7 +43,7 @@ from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.algo import preset_line
 from train.loss.flops import UpdateSpeed, training_devices
 from train.loss.packing import Sample, empty_batch, pack, padding_share
-from train.loss.terms import KL, count_denominators, finalize_metrics
+from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -69,15 +67,12 @@ from train.rollout.replicas import (
     control_metrics,
     copies_for,
     gather_replicas,
-    idle_device_warnings,
     join_engines,
     write_telemetry,
 )
 from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
-from train.rollout.trace import TRACE_FILE, Trace
 from train.rollout.vocabulary import DraftVocabulary
-from train.rollout_schema import SPELL
 from train.run.start import find_policy
 from train.schema import RLConfig
 
@@ -141,6 +136,7 @@ class Trainer:
         eos_ids = self.model.eos_token_ids
         self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
+        self.notes += self.drafting, self._compiling_line()
 
     def _read_inputs(self) -> None:
         """Reads model config, tokenizer and data, and checks them before anything is computed."""
@@ -149,7 +145,6 @@ class Trainer:
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
             self.copies = copies_for(self.mesh, self.replica_meshes)
-            warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
             lines = [settle_length(cfg, target), preset_line(cfg.algo)]
@@ -160,7 +155,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = [*warnings, *filter(None, lines), *inputs.notes, *about_sets]
+        self.notes = [*filter(None, lines), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
@@ -181,9 +176,7 @@ class Trainer:
                 loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
                 _, self.source, self.source_params = loaded
         except (ValueError, OSError) as error:
-            text = spelled(error, SPELL)
-            prefix = "" if isinstance(error, SettingError) else "rollout.draft: "
-            raise ConfigError(f"{prefix}{text}") from error
+            raise ConfigError(f"rollout: {error}") from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -218,20 +211,20 @@ class Trainer:
 
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
-        runner, roll, self.vocabulary = self._any_engine.runner, self.cfg.rollout, None
+        runner, self.vocabulary = self._any_engine.runner, None
         if runner.weights.ids is None:
             return
         size = self.model.vocab_size
         always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
-        every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
+        follows = spec.token_map is None and spec.by_token
         ids = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, ids)
-        except SettingError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
-        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
+        except ValueError as error:
+            raise ConfigError(f"rollout: {error}") from error
+        self.vocabulary = DraftVocabulary(size, first, always, follows, ids)
         self._give_vocabulary()
 
     def _give_vocabulary(self) -> None:
@@ -240,34 +233,23 @@ class Trainer:
             self.engine.set_draft_ids(self.vocabulary.ids)
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
-        """Makes the trace of replicas, and spot training of the head, if they are used."""
-        cfg, self.trace, self.spot = self.cfg, None, None
-        spot = self.draft is not None and cfg.draft.spot.enabled
-        if cfg.rollout.replicas > 1 or spot:
-            self.trace = Trace(len(self.engines), self.copies.before if self.copies else 0)
-        if spot:
-            inside = trains_in_replicas(cfg, self.mesh)
-            if not inside:
-                places = [HeadDevices(self.draft, trains=True)]
-            else:
-                first = [m.devices.flat[0] if m else jax.devices()[0] for m in self.replica_meshes]
-                places = [*map(HeadDevices, replica_drafts, first)]
-            apart, context = inside and self.copies is not None, self.policy.context
-            self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
-            self.notes.append(describe_spot(cfg, inside))
-        if self.copies is not None:
-            self.engine.on_poll = self._on_poll
-            if self.spot is not None and self.spot.in_rollouts:
-                self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
-        elif len(self.engines) > 1:
-            self.engine.on_poll = self._on_poll
-
-    def _on_poll(self) -> None:
-        """Records idle replicas, and trains the head on them; called often while replicas run."""
-        if self.trace is not None:
-            self.trace.record_idle(self.engine.drained)
-        if self.spot is not None and self.copies is None:
-            self.spot.use_idle(self.engine.idle_replicas)
+        """Makes spot training of the head, if it is used."""
+        cfg, self.spot = self.cfg, None
+        if self.draft is None or not cfg.draft.spot.enabled:
+            return
+        inside = trains_in_replicas(cfg, self.mesh)
+        if not inside:
+            places = [HeadDevices(self.draft, trains=True)]
+        else:
+            first = [m.devices.flat[0] if m else jax.devices()[0] for m in self.replica_meshes]
+            places = [*map(HeadDevices, replica_drafts, first)]
+        apart, context = inside and self.copies is not None, self.policy.context
+        self.spot = SpotTraining(places, cfg.draft, apart, context)
+        self.notes.append(describe_spot(cfg, inside))
+        if self.copies is not None and self.spot.in_rollouts:
+            self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
+        elif self.copies is None and len(self.engines) > 1:  # called often while replicas run
+            self.engine.on_poll = lambda: self.spot.use_idle(self.engine.idle_replicas)
 
     def sync_weights(self) -> None:
         """Gives the weights of policy and draft to the engine; only the first call compiles."""
@@ -290,10 +272,17 @@ class Trainer:
             lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
-    def programs_to_compile(self) -> int:
-        """Counts the programs of rollouts that `warm_up` compiles."""
+    def _compiling_line(self) -> str:
+        """Writes the line before `warm_up`, which may take minutes."""
         engines = [*self.engines, *self._plain_engines]
-        return sum(engine.programs().count(self._features) for engine in engines)
+        count = sum(engine.programs().count(self._features) for engine in engines)
+        fewer = ""
+        if len(self._any_engine.runner.programs) > 1:
+            fewer = ", fewer in rollout.control.strategies"
+        return (
+            f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
+            f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
+        )
 
     @property
     def _features(self) -> tuple[Features]:
@@ -366,16 +355,11 @@ class Trainer:
                 f"names rows and values of reward={self.scorer.name}"
             )
         out = Path(self.cfg.out)
-        if self.trace is not None:
-            self.trace.write(out / TRACE_FILE, self.engines)
         write_telemetry(self.engines, self.engine.telemetry, out / "telemetry.jsonl")
         # 2. Advantages, packed micro-batches, and the update(s) of the policy.
         self._work, started = "policy update", time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
-        every = self.cfg.algo.ref_update_steps
-        if self.reference is not None and every and step % every == 0:
-            self.reference = jax.tree.map(jnp.copy, self.params)
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
@@ -403,8 +387,6 @@ class Trainer:
         self._work = "rollout"
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
-        if self.trace is not None:
-            self.trace.begin(step)
         started = time.perf_counter()
         before = {engine: engine.preemptions for engine in self.engines}
         self.last_rollout, groups, metrics = self.rollouts.collect(self.engine, step)
@@ -413,8 +395,6 @@ class Trainer:
         metrics["rollout/preemptions"] = float(sum(preempted))
         if self.engine.spec is not None:
             metrics |= control_metrics(self.engines)
-        if self.trace is not None:
-            self.trace.end()
         if self.exact is not None:
             metrics |= self.exact.compare(self.params, self.rollouts.begun())
         self.engine.release()  # frees memory for training; `sync_weights` brings new weights
@@ -514,12 +494,12 @@ class Trainer:
         return for_head, states_of_head
 
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
-        estimate, of_samples = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
+        """Estimates KL(policy || reference) by `k1` at each response token."""
+        of_samples = [None] * len(samples)
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
             placed, ids = self.policy.place(batch), batch["sample_ids"]
-            scores = [self._fetched_logprobs(p, placed) for p in (self.params, self.reference)]
-            kl = np.asarray(estimate(*scores))
+            kl = self._fetched_logprobs(self.params, placed)
+            kl = k1(kl, self._fetched_logprobs(self.reference, placed))
             for i in np.unique(ids[ids >= 0]).tolist():
                 generated = batch["positions"] >= len(samples[i].prompt_ids)
                 of_samples[i] = kl[(ids == i) & generated]
@@ -610,29 +590,14 @@ class Trainer:
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "row_sizes": [*self.row_sizes],
-            "determinism": determinism.record(self._kernels),
             **describe(self.model, self.tokenizer_dir, self.about_head),
-        }
-
-    @property
-    def _kernels(self) -> dict[str, str]:
-        """The names of the kernels that may change bits, by what they do."""
-        runner = self._any_engine.runner
-        source = runner.longest.source
-        network = None if source is None else source.network
-        models = {"training": self.policy.cfg, "rollouts": runner.cfg, "drafts": network}
-        return {
-            f"{name} of {who}": getattr(model.run, name)
-            for who, model in models.items()
-            if model is not None
-            for name in ("attention", "products")
         }
 
     def check(self, meta: Mapping[str, Any]) -> None:
         """Takes the sizes of a checkpoint's micro-batches.
 
         Raises:
-          ConfigError: the run would go on with another head, sizes of micro-batches, or bits.
+          ConfigError: the run would go on with another head or sizes of micro-batches.
         """
         require_same_head(meta, self.about_head, self.model)
         if self.draft is not None:  # which has an update for each; else they decide last bits alone
@@ -644,16 +609,6 @@ class Trainer:
                     f"does not divide them; resume with a divisor of {math.gcd(*sizes)}"
                 )
             self.row_sizes = tuple(sizes)
-        # The first process made the record; others may have no device of its engine.
-        kernels = distributed.of_first(lambda: self._kernels, "kernels")
-        other = determinism.difference(meta["determinism"], kernels)
-        # All processes raise, or none: the others would wait.
-        for process, reason in enumerate(distributed.gather(other, "determinism")):
-            if reason is not None:
-                raise ConfigError(
-                    f"deterministic=true, and process {process} would not go on with the same "
-                    f"bits: {reason}"
-                )
 
     def load(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Takes the content of a checkpoint, and compiles, so that measured costs are new."""

@@ -25,7 +25,6 @@ import hashlib
 import http.server
 import itertools
 import json
-import os
 import re
 import sys
 import threading
@@ -34,7 +33,7 @@ import urllib.parse
 import webbrowser
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from specjax.command_line import parse_config
 from specjax.settings import REQUIRED
@@ -61,84 +60,61 @@ class RecordFile:
 
     Args:
       path: the file, which may not be there yet.
-      keep: function of a record, and of offset and size of its line, that returns what is kept.
+      keep: function of a record and the size of its line that returns what is kept.
 
     Attributes:
       items: what is kept, in the order of the file.
-      notes: what is wrong with the file.
+      notes: what is wrong with the file, line by line.
       generation: changes when the file is another one, as a resumed run makes it.
     """
 
-    def __init__(self, path: Path, keep: Callable[[dict[str, Any], int, int], Any]):
-        self.path, self._keep = path, keep
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any], int], Any]):
+        self.path, self._keep, self._data = path, keep, b""
+        self.items: list[Any] = []
+        self.notes: list[str] = []
         self.generation = time.time_ns()  # not that of a server before this one
-        self._file: int | None = None
-        self._forget(None)
 
     def refresh(self) -> None:
-        """Reads what was written since the last call."""
-        try:
-            with self.path.open("rb") as stream:
-                status = os.fstat(stream.fileno())
-                if status.st_ino != self._file or status.st_size < self._offset:
-                    self._forget(status.st_ino)
-                stream.seek(self._offset)
-                data = stream.read()
-        except FileNotFoundError:
-            if self._file is not None:
-                self._forget(None)
+        """Reads the file if it has changed since the last call."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if data == self._data:
             return
+        self.generation += not data.startswith(self._data)
+        self._data, self.items, damaged = data, [], []
         *lines, rest = data.split(b"\n")
-        for line in lines:
-            self._add(line)
-        self._unfinished = bool(rest.strip())
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about lines that are left out."""
-        notes = self._damaged[:NOTES]
-        if len(self._damaged) > NOTES:
-            notes.append(f"{self.path.name}: {len(self._damaged) - NOTES} more such lines")
-        if self._unfinished:
-            notes.append(
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line, parse_constant=_refuse)
+                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                    raise ValueError("no object with a step")
+                self.items.append(self._keep(record, len(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                damaged.append(
+                    f"{self.path.name}, line {number}: no record of a step, left out ({error})"
+                )
+        self.notes = damaged[:NOTES]
+        if len(damaged) > NOTES:
+            self.notes.append(f"{self.path.name}: {len(damaged) - NOTES} more such lines")
+        if rest.strip():
+            self.notes.append(
                 f"{self.path.name}: the last line is not complete yet and left out; if the run was "
                 "killed, --resume removes it"
             )
-        return notes
-
-    def _forget(self, file: int | None) -> None:
-        self._file, self.items, self._damaged = file, [], []
-        self._offset, self._number, self._unfinished = 0, 0, False
-        self.generation += 1
-
-    def _add(self, line: bytes) -> None:
-        offset, size = self._offset, len(line)
-        self._offset += size + 1
-        self._number += 1
-        if not line.strip():
-            return
-        try:
-            record = json.loads(line, parse_constant=_refuse)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("no object with a step")
-            self.items.append(self._keep(record, offset, size))
-        except (ValueError, KeyError, TypeError) as error:
-            self._damaged.append(
-                f"{self.path.name}, line {self._number}: no record of a step, left out ({error})"
-            )
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A sample in its file.
+class Sample(NamedTuple):
+    """A sample of a run.
 
     Attributes:
       row: what the page needs to know of it before it shows it.
-      offset, size: its line in the file, in bytes.
+      record: the whole sample.
+      size: bytes of its line.
     """
 
     row: dict[str, Any]
-    offset: int
+    record: dict[str, Any]
     size: int
 
 
@@ -154,8 +130,8 @@ class RunView:
 
     def __init__(self, directory: Path):
         self.directory = directory = check_run(directory)
-        self._metrics = RecordFile(directory / METRICS_FILE, lambda record, *_: record)
-        self._samples = RecordFile(directory / SAMPLES_FILE, _place)
+        self._metrics = RecordFile(directory / METRICS_FILE, lambda record, _: record)
+        self._samples = RecordFile(directory / SAMPLES_FILE, _sample)
         self._lock = threading.Lock()
 
     def updates(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -172,7 +148,10 @@ class RunView:
             return {
                 "metrics": _since(self._metrics, known.get("metrics"), known.get("records")),
                 "samples": _since(
-                    self._samples, known.get("samples"), known.get("rows"), lambda place: place.row
+                    self._samples,
+                    known.get("samples"),
+                    known.get("rows"),
+                    lambda sample: sample.row,
                 ),
                 "notes": [*self._metrics.notes, *self._samples.notes, *notes],
                 "about": about,
@@ -182,12 +161,11 @@ class RunView:
         """Returns whole samples whose `set`, `step` or `problem`, as text, are the wanted ones."""
         with self._lock:
             self._samples.refresh()
-            places = [
-                place
-                for place in self._samples.items
-                if all(str(place.row.get(name)) == value for name, value in wanted.items())
+            return [
+                sample.record
+                for sample in self._samples.items
+                if all(str(sample.row.get(name)) == value for name, value in wanted.items())
             ]
-            return self._read(places)
 
     def html(self) -> str:
         """Returns the page as one file, with all metrics and the newest samples.
@@ -196,24 +174,14 @@ class RunView:
         """
         updates = self.updates()
         with self._lock:
-            places = self._samples.items
-            sizes = itertools.accumulate(place.size for place in reversed(places))
-            count = sum(size <= WHOLE_BYTES for size in sizes)
-            kept = places[len(places) - count :]
-            whole = self._read(kept)
-        if left_out := len(places) - count:
+            samples = self._samples.items
+        sizes = itertools.accumulate(sample.size for sample in reversed(samples))
+        left_out = sum(size > WHOLE_BYTES for size in sizes)
+        if left_out:
             updates["notes"].append(f"{left_out} samples of the first steps are not in this file")
-        updates["samples"]["items"] = [place.row for place in kept]
+        updates["samples"]["items"] = [sample.row for sample in samples[left_out:]]
         updates["about"]["written"] = datetime.datetime.now().isoformat(" ", timespec="seconds")
-        return page({"updates": updates, "whole": whole})
-
-    def _read(self, places: list[Place]) -> list[dict[str, Any]]:
-        rows = []
-        for place in places:
-            with self._samples.path.open("rb") as stream:
-                stream.seek(place.offset)
-                rows.append(json.loads(stream.read(place.size)))
-        return rows
+        return page({"updates": updates, "whole": [s.record for s in samples[left_out:]]})
 
     def _about(self) -> tuple[dict[str, Any], list[str]]:
         """Returns what the run says of itself, and what is wrong with that."""
@@ -334,10 +302,10 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _place(record: dict[str, Any], offset: int, size: int) -> Place:
+def _sample(record: dict[str, Any], size: int) -> Sample:
     names = ("step", "set", "problem", "sample", "reward", "followed")
     row = {name: record[name] for name in names}
-    return Place({**row, "head": _head(record["prompt"])}, offset, size)
+    return Sample({**row, "head": _head(record["prompt"])}, record, size)
 
 
 def _head(prompt: str) -> str:

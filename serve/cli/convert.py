@@ -17,14 +17,14 @@ from specjax.weights import AUTO
 DESCRIPTION = """Converts checkpoints between the layouts of Hugging Face and Orbax.
 
 The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
-train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote
-(RUN/draft/STEP), a head's safetensors file, or the directory of an EAGLE-3 head. The target is:
+train.rl or train.sft, the one of its checkpoints, a head's safetensors file, or the directory of an
+EAGLE-3 head. The target is:
 
   Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
-                          `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
-                          A head alone: for train.rl (rollout.draft=DIR) and /update_weights
+                          `specjax serve`, train.rl (model=DIR) and POST /update_weights take
   GGUF -> Hugging Face    the weights as llama.cpp computes with them: dequantised
   Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
+  a head alone            mtp.safetensors, for train.rl (rollout.draft=FILE) and /update_weights
   EAGLE-3 -> EAGLE-3      config.json and safetensors in the layout of speculators (vLLM), whatever
                           that of the source is; --like names the policy
 
@@ -34,7 +34,7 @@ not at all if the disk is full or the command is killed.
 examples:
   specjax convert runs/sums exported               the newest step of a run
   specjax convert runs/sums exported --step 12     an earlier one
-  specjax convert assets/sums started --what head  its draft head, as Orbax
+  specjax convert assets/sums started --what head  its draft head alone
   specjax convert head other --like POLICY         an EAGLE-3 head in the layout of vLLM"""
 
 
@@ -56,8 +56,6 @@ class ConvertConfig:
       dtype: dtype of the written weights; null: that of the source.
       like: Hugging Face directory or id with config and tokenizer, for a source that does not say
         what it is: a head alone.
-      force: replace a checkpoint at the target, once the new one is complete; a directory that
-        holds more than a checkpoint is never replaced.
     """
 
     words: ClassVar[tuple[str, ...]] = ("source", "target")
@@ -72,7 +70,6 @@ class ConvertConfig:
     revision: str | None = None
     dtype: str | None = option(None, choices=("float32", "bfloat16", "float16"))
     like: str | None = None
-    force: bool = False
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -19,14 +19,10 @@ from specjax.command_line import parse_config
 from specjax.config import SamplingParams
 from specjax.control.config import Speculation
 from specjax.settings import part
-from specjax.spelling import dotted, spelled
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
     from specjax.engine.request import CallSeeds, Job, SampleOutput, Totals
-
-
-SPELL = dotted({"": GenerateConfig})
 
 
 class Request(NamedTuple):
@@ -95,7 +91,7 @@ def _generate(
             requests.append(_ask(llm, prompt, params, cfg, seeds))
         except (ValueError, TypeError) as error:
             failed += 1
-            _print(f"{prompt.where}: {spelled(error, SPELL)}")
+            _print(f"{prompt.where}: {error}")
     missing = [
         (request, job)
         for request in requests
@@ -113,11 +109,7 @@ def _generate(
         if (line := llm.engine.slower_than_plain()) is not None:
             _print(f"{line}; strategy=off decodes plainly")
     if llm.telemetry is not None:  # why drafts were rejected
-        from rich.console import Console
-
-        from specjax.telemetry.__main__ import tables_of
-
-        Console(stderr=True, highlight=False).print(*tables_of(llm.telemetry.summary()), sep="\n")
+        _print(str(llm.telemetry.summary()))
     if failed:
         _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
@@ -130,13 +122,7 @@ def _generate(
 def _with_defaults(llm: LLM, cfg: GenerateConfig) -> SamplingParams:
     """The sampling parameters of the command line over the model's defaults."""
     from specjax.models.generation_config import describe_defaults, sampling_defaults
-    from specjax.tokenizer import has_chat_template, require_template_options
 
-    if llm.tokenizer is not None and has_chat_template(llm.tokenizer):
-        try:
-            require_template_options(llm.tokenizer, cfg.chat_template_kwargs)
-        except ValueError as error:
-            raise UsageError(f"chat_template_kwargs: {error}") from error
     if line := describe_defaults(llm.generation, "generation_config=none"):
         _print(line)
     try:
@@ -155,14 +141,14 @@ def _load(cfg: GenerateConfig, samples: int) -> LLM:
     engine = part(EngineSection, cfg, max_batch=slots, chunk_tokens=chunk)
     speculation = part(Speculation, cfg)
     try:
-        llm = load_llm(part(ServeConfig, cfg, engine=engine, speculation=speculation), SPELL)
+        llm = load_llm(part(ServeConfig, cfg, engine=engine, speculation=speculation))
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
     except ValueError as error:  # a ConfigError among them
-        raise UsageError(spelled(error, SPELL)) from error
+        raise UsageError(str(error)) from error
     for note in llm.notes:
         _print(note)
-    if llm.drafting.by_default or cfg.stats:  # else the checkpoint's head drafts, as expected
+    if cfg.stats and not llm.drafting.by_default:  # which `LLM` warns of
         _print(llm.drafting.described())
     if cfg.stats:
         for line in llm.engine.engines[0].start_lines():

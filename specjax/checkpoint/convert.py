@@ -3,10 +3,9 @@
     Hugging Face                             Orbax
     config.json, model.safetensors,    <->   checkpoints/STEP, tokenizer/     a run
       mtp.safetensors, tokenizer files
-    mtp.safetensors                    <->   the format of `save_draft`       a head alone
 
-A head in a directory of its own, such as EAGLE-3, is written in the layout of speculators, whatever
-its own.
+A head alone is a file `mtp.safetensors`. One in a directory of its own, such as EAGLE-3, is written
+in the layout of speculators, whatever its own.
 
 Weights keep every bit unless another dtype is asked for. The target is written under a hidden name
 and renamed when it is complete.
@@ -27,11 +26,10 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import find_draft, save_draft_files
 from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
-from specjax.checkpoint.store import Checkpointer, save_draft
+from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import (
     CHECKPOINTS,
     HUGGING_FACE,
-    RUN,
     TOKENIZER,
     Model,
     cast_floats,
@@ -53,18 +51,9 @@ from specjax.config.dtype import DTYPES
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
 from specjax.hub import find_model
-from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
-# Files of `save_draft`.
-_HEAD_NAMES = {
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-    "draft",
-    "orbax.checkpoint",
-    "specjax_manifest.json",
-}
 SPECULATORS = "speculators"  # the layout in which a head in files of its own is written
 
 
@@ -105,7 +94,6 @@ def convert(
     step: int | None = None,
     dtype: str | None = None,
     like: str | Path | None = None,
-    force: bool = False,
     revision: str | None = None,
     load_format: str = AUTO,
 ) -> Converted:
@@ -113,8 +101,8 @@ def convert(
 
     Args:
       source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
-        checkpoints, a directory of `save_draft`, a draft head's safetensors file, or the directory
-        of a head in files of its own, such as EAGLE-3.
+        checkpoints, a draft head's safetensors file, or the directory of a head in files of its
+        own, such as EAGLE-3.
       target: the directory to write.
       to: `hf` or `orbax`, or `speculators` for such a head; None: the other one than the source's.
       what: `policy`, `head` or `both`; None: all that the source has.
@@ -122,7 +110,6 @@ def convert(
       dtype: dtype on disk; None: the source's.
       like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
         none. A head in files of its own needs it: the config of its policy.
-      force: whether to replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
       load_format: format of the source, see `specjax.weights.open_checkpoint`.
 
@@ -139,14 +126,20 @@ def convert(
         raise CheckpointError(
             f"{source} holds {what_it_is}, expected --to {' or '.join(layouts)}, got {to}"
         )
-    _require_free(source, target, force)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists; choose another target, or remove it")
     dtype = dtype and dtype_name(dtype)
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
-    if to is None and is_draft:
-        to = SPECULATORS
-    to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     if not foreign:
-        return _write(target, to, *_read(source, what, step, like, dtype), dtype)
+        model, found = _read(source, what, step, like, dtype)
+        if model.policy is None and to == "orbax":
+            raise CheckpointError(
+                f"a head alone is written as a file of safetensors, got --to {to}"
+            )
+        is_new = layout_of(source) == HUGGING_FACE and model.policy is not None
+        to = to or (SPECULATORS if is_draft else "orbax" if is_new else "hf")
+        return _write(target, to, model, found, dtype)
+    to = to or "hf"
     if what in ("head", "both"):
         raise CheckpointError(f"{source} holds no head, expected {what}")
     with tempfile.TemporaryDirectory() as files:
@@ -287,47 +280,15 @@ def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
 
 def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
     cfg = model.cfg.running(param_dtype=dtype)
-    policy = model.policy and cast_floats(model.policy, dtype)
+    policy = cast_floats(model.policy, dtype)
     head = model.head and cast_floats(model.head.params, dtype)
-    place = TOKENIZER if model.tokenizer is not None and policy is not None else None
+    place = None if model.tokenizer is None else TOKENIZER
     about = describe_head(model.head and model.head._replace(params=head))
     meta = {"step": step, **describe(cfg, place, about)}
     with replacing(target) as partial:
-        if policy is None:
-            partial.rmdir()  # `save_draft` creates it
-            save_draft(partial, head, meta, block=True)
-            return
         trees = {"policy": policy} | ({} if head is None else {"draft": head})
         with Checkpointer(partial / CHECKPOINTS) as checkpoints:
             checkpoints.save(step, trees, meta, block=True)
         if place is not None:
             (partial / place).mkdir()
             copy_tokenizer(model.tokenizer, partial / place)
-
-
-def _require_free(source: Path, target: Path, force: bool) -> None:
-    """Raises `CheckpointError` unless the target is free, or a checkpoint that may be replaced."""
-    if source.absolute().resolve().is_relative_to(target.resolve()):
-        raise CheckpointError(f"{target} is or holds the source; choose another target")
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not force:
-        raise CheckpointError(f"{target} exists; choose another target, or replace it with --force")
-    if not _is_checkpoint(target):
-        raise CheckpointError(
-            f"{target} exists and holds more than a checkpoint; --force replaces nothing else, so "
-            "choose another target"
-        )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Returns whether a path holds only files of `convert`; a training run also has logs."""
-    if not path.is_dir():
-        return False
-    names = {child.name for child in path.iterdir()}
-    if layout_of(path) == RUN:
-        return names <= {CHECKPOINTS, TOKENIZER}
-    if "_CHECKPOINT_METADATA" in names:
-        return names <= _HEAD_NAMES
-    known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, MORE_TEMPLATES}
-    return all(name in known or name.endswith(".safetensors") for name in names)

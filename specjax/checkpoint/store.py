@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole training states, and draft heads alone.
+"""Checkpoints of training states on disk.
 
 This is the only file that imports Orbax. It uses Orbax's v1 API (in 0.12.8 still
 ``orbax.checkpoint.experimental.v1``) for sharded parallel writes, an atomic commit per step, and
@@ -16,11 +16,10 @@ are named tuples); it is rebuilt from the abstract tree that the caller passes t
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,63 +42,6 @@ from specjax.parallel import distributed, sharding
 
 _RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata
 _TMP_MARK = ".orbax-checkpoint-tmp"
-
-
-def _save(
-    path: Path,
-    start: Callable[..., Any],
-    trees: Mapping[str, PyTree],
-    meta: Mapping[str, Any],
-    failed: Callable[[Exception], CheckpointError],
-) -> Future[None]:
-    """Starts a save, whose end runs in a thread for which the program waits before it exits.
-
-    Args:
-      path: directory that is written.
-      start: Orbax's function, of the arrays and `custom_metadata`.
-      failed: function that makes the error of a failed save.
-    """
-    arrays, record = pack(trees, meta)
-    arrays, metadata = _writable(arrays), {_RECORD: json.dumps(record)}
-    try:
-        response = start(arrays, custom_metadata=metadata)
-    except Exception as error:
-        raise failed(error) from error
-
-    def finish() -> None:
-        try:
-            response.result()
-            write_manifest(path)
-        except Exception as error:
-            raise failed(error) from error
-
-    executor = ThreadPoolExecutor(1, "checkpoint-save")
-    pending = executor.submit(finish)
-    executor.shutdown(wait=False)
-    return pending
-
-
-def _load(
-    path: Path,
-    load: Callable[[PyTree], PyTree],
-    record: Mapping[str, Any],
-    wanted: Mapping[str, PyTree],
-    damaged: Callable[[str], str],
-) -> dict[str, PyTree]:
-    """Loads trees into the structure and the sharding of `wanted`.
-
-    Args:
-      path: path of the checkpoint, for messages.
-      load: Orbax's function, of the abstract arrays.
-      record: what `read_record` returned.
-      damaged: function that makes the message about a checkpoint that cannot be read.
-    """
-    abstract = match(wanted, record["trees"], path)
-    try:
-        loaded = load(_readable(abstract)) if abstract else {}
-    except Exception as error:
-        raise CheckpointError(damaged(first_line(error))) from error
-    return unpack(_as_wanted(loaded, abstract), wanted, record["trees"])
 
 
 class Checkpointer:
@@ -152,14 +94,28 @@ class Checkpointer:
         """
         self.wait()
         self._prepare(step)
-        start = functools.partial(self._manager.save_checkpointables_async, step)
-        failed = functools.partial(self._save_error, step)
+        arrays, record = pack(trees, meta)
+        arrays, metadata = _writable(arrays), {_RECORD: json.dumps(record)}
         try:
-            self._pending = _save(self.directory / str(step), start, trees, meta, failed)
-        except CheckpointError:
+            response = self._manager.save_checkpointables_async(
+                step, arrays, custom_metadata=metadata
+            )
+        except Exception as error:
+            failed = self._save_error(step, error)
             self._recover(step)
-            raise
-        self._pending_step = step
+            raise failed from error
+
+        def finish() -> None:
+            try:
+                response.result()
+                write_manifest(self.directory / str(step))
+            except Exception as error:
+                raise self._save_error(step, error) from error
+
+        # The program waits for the thread before it exits.
+        executor = ThreadPoolExecutor(1, "checkpoint-save")
+        self._pending, self._pending_step = executor.submit(finish), step
+        executor.shutdown(wait=False)
         if block:
             self.wait()
 
@@ -216,8 +172,13 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{path} holds {sorted(saved)}; expected {' or '.join(names)}"
                 )
-        load = functools.partial(self._manager.load_checkpointables, chosen)
-        trees = _load(path, load, record, wanted, functools.partial(self._damaged, chosen))
+        abstract = match(wanted, saved, path)
+        try:
+            readable = _readable(abstract)
+            loaded = self._manager.load_checkpointables(chosen, readable) if abstract else {}
+        except Exception as error:
+            raise CheckpointError(self._damaged(chosen, first_line(error))) from error
+        trees = unpack(_as_wanted(loaded, abstract), wanted, saved)
         if chosen != steps[-1]:
             self._rewound_to = chosen
         return trees, record["meta"]
@@ -292,72 +253,6 @@ class Checkpointer:
                 text += f"The newest intact older one is step {older}; a conversion reads it with "
                 return text + f"--step {older}, and to go on from it use --resume_step {older}"
         return text + "No older checkpoint is intact: start afresh in another directory"
-
-
-def save_draft(
-    path: str | Path,
-    draft_params: PyTree,
-    draft_config_meta: Mapping[str, Any],
-    block: bool = False,
-) -> Future[None]:
-    """Saves a draft head alone, without the embedding and lm_head it shares with the policy.
-
-    Args:
-        path: a directory that does not exist yet; it appears when the save is complete.
-        draft_params: nested dict of jax arrays; copied before this returns.
-        draft_config_meta: JSON metadata from which the head is built and its policy identified.
-        block: whether to wait for the commit.
-
-    Returns:
-        The save in flight; its `result` raises `CheckpointError` if it failed.
-
-    Raises:
-        CheckpointError: the path exists.
-    """
-    path = Path(path).absolute()
-    if path.exists():
-        raise CheckpointError(f"{path} exists: expected a new directory for the draft head")
-    _filter_orbax_log()
-
-    def failed(error: Exception) -> CheckpointError:
-        for partial in path.parent.glob(f"{path.name}{_TMP_MARK}*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        return CheckpointError(f"saving the draft head {path} failed: {first_line(error)}")
-
-    start = functools.partial(ocp.save_checkpointables_async, path)
-    pending = _save(path, start, {"draft": draft_params}, draft_config_meta, failed)
-    if block:
-        pending.result()
-    return pending
-
-
-def load_draft(path: str | Path) -> tuple[PyTree, dict[str, Any]]:
-    """Loads a draft head that `save_draft` wrote; no policy is needed.
-
-    Args:
-        path: the directory given to `save_draft`.
-
-    Returns:
-        (draft_params, draft_config_meta), the parameters as a nested dict on the first local
-        device.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or no draft head.
-    """
-    path = Path(path).absolute()
-    if not path.is_dir():
-        raise CheckpointError(f"no draft head at {path}")
-    record, problem = read_record(path)
-    if record is None:
-        raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
-    if set(record["trees"]) != {"draft"}:
-        raise CheckpointError(
-            f"{path} holds {sorted(record['trees'])}: expected a draft-only checkpoint"
-        )
-    wanted = {"draft": shapes_of(record["trees"]["draft"])}
-    load = functools.partial(ocp.load_checkpointables, path)
-    trees = _load(path, load, record, wanted, f"draft head {path} is damaged: {{}}".format)
-    return trees["draft"], record["meta"]
 
 
 # Orbax 0.12.8 neither writes nor reads arrays without a shard in every process of the job: they are

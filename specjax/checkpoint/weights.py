@@ -47,9 +47,7 @@ from specjax.weights.safetensors import CONFIG
 log = logging.getLogger(__name__)
 
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # subdirectories of a run
-HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
-# Files of a head that was saved alone.
-_ORBAX = ("specjax_manifest.json", "_CHECKPOINT_METADATA", "_METADATA")
+HUGGING_FACE, RUN = "hf", "run"  # layouts
 DRAFT = "draft"  # directory of a head of its own, in that of its policy
 
 
@@ -321,7 +319,7 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
     """
     path = head_dir(path, target)
     if layout_of(path) != HUGGING_FACE:
-        return kind_in(path, metadata_of(path))
+        return kind_in(path, _newest(path)["meta"])
     return class_of(FilesAt(path), target)
 
 
@@ -335,8 +333,8 @@ def read_draft(
     """Reads what drafts from a path.
 
     Args:
-      path: a file or directory of a draft or a model, a head that was saved alone (`save_draft`),
-        or the directory of a training run, of which the newest checkpoint is read.
+      path: a file or directory of a draft or a model, or the directory of a training run, of which
+        the newest checkpoint is read.
       target: config of the policy; weights are in its `run.param_dtype`, those of a model in its
         `run.compute_dtype`.
       mesh: mesh to place weights on.
@@ -351,7 +349,7 @@ def read_draft(
         files = FilesAt(path, mesh, tokenizer)
         source = class_of(files, target).read(files, target)
         return Head(source, source.load(files) if weights else head_shapes_of(source))
-    source = source_in(path, metadata_of(path), target)
+    source = source_in(path, _newest(path)["meta"], target)
     wanted = head_shapes_of(source)
     if not weights:
         return Head(source, wanted)
@@ -473,8 +471,7 @@ def load_weights(
     """Reads the policy and the draft head of a training run, or the head alone.
 
     Args:
-      path: the directory of a run, or of its checkpoints (`<out>/checkpoints`), or of a head
-        (`save_draft`).
+      path: the directory of a run, or of its checkpoints (`<out>/checkpoints`).
       step: step of the run; None: the newest.
       head_alone: whether to read the head only; the policy is then None.
 
@@ -484,16 +481,11 @@ def load_weights(
     Raises:
       CheckpointError: the checkpoint is absent, damaged, or holds no weights.
     """
-    from specjax.checkpoint.store import Checkpointer, load_draft
+    from specjax.checkpoint.store import Checkpointer
 
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory; expected an Orbax checkpoint")
-    if layout_of(path) != RUN:
-        if step is not None:
-            raise CheckpointError(f"{path} holds no checkpoints of a run, and so no step {step}")
-        head, meta = load_draft(path)
-        return None, head, meta
     with Checkpointer(_checkpoints(path)) as checkpoints:
         names = ("draft",) if head_alone else ("policy", "draft")
         trees, meta = checkpoints.restore(step, names)
@@ -504,14 +496,14 @@ def layout_of(path: Path) -> str:
     """Returns the layout of a checkpoint.
 
     Returns:
-      `RUN`: the directory of a run, or of its checkpoints. `HEAD`: a directory of `save_draft`.
+      `RUN`: the directory of a run, or of its checkpoints.
       `HUGGING_FACE`: a format of `specjax.weights`, other safetensors files, or nothing.
     """
     if not path.is_dir() or recognised(path):
         return HUGGING_FACE
     if (path / CHECKPOINTS).is_dir() or any(child.name.isdigit() for child in path.iterdir()):
         return RUN
-    return HUGGING_FACE if any(path.glob("*.safetensors*")) else HEAD
+    return HUGGING_FACE
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -583,33 +575,6 @@ def _newest(path: Path) -> dict[str, Any]:
     if record is None:
         raise CheckpointError(f"checkpoint {newest} cannot be read: {problem}")
     return record
-
-
-def metadata_of(path: Path) -> dict[str, Any]:
-    """Returns the metadata of a run's newest checkpoint, or of a head that was saved alone.
-
-    Raises:
-      CheckpointError: there is none, or it is damaged.
-    """
-    from specjax.checkpoint.store import read_record
-
-    if layout_of(path) == RUN:
-        return _newest(path)["meta"]
-    require_saved_head(path)
-    record, problem = read_record(path.absolute())
-    if record is None:
-        raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
-    return record["meta"]
-
-
-def require_saved_head(path: Path) -> None:
-    """Raises `CheckpointError` for a directory that neither Orbax nor Hugging Face wrote."""
-    if not any((path / name).exists() for name in _ORBAX):
-        raise CheckpointError(
-            f"{path} holds no head and no model: there is none of {CONFIG}, *.safetensors, "
-            f"{CHECKPOINTS}/ and {_ORBAX[0]}; name the directory of a head or a model, and fetch "
-            f"{CONFIG} beside weights such as pytorch_model.bin"
-        )
 
 
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:

@@ -26,17 +26,9 @@ def resolve_dtype(dtype: str, stored: str, platform: str) -> str:
     return "float32" if platform == "cpu" else stored
 
 
-def about_dtype(dtype: str, chosen: str, stored: str, setting: str) -> str:
-    """One line that says which dtype was chosen, and why.
-
-    Args:
-      setting: the setting that chooses the checkpoint's dtype, as the user types it.
-    """
-    if dtype != AUTO:
-        return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"
-    if chosen == stored:
-        return f"arithmetic in {chosen}, the checkpoint's dtype"
-    return (
-        f"arithmetic in {chosen}, as always on CPU unless asked otherwise ({setting} is the "
-        "checkpoint's)"
-    )
+def about_dtype(dtype: str, chosen: str, stored: str) -> str:
+    """One line that says which dtype was chosen, and why."""
+    why = "as asked" if dtype != AUTO else "the checkpoint's"
+    if dtype == AUTO and chosen != stored:
+        why = "as always on CPU unless asked otherwise"
+    return f"arithmetic in {chosen}, {why} (the checkpoint is in {stored})"

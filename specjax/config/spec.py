@@ -90,9 +90,7 @@ class SpecConfig:
         SPECJAX_TELEMETRY says.
     """
 
-    strategy: Any = option(
-        None, kind=str | None, needs=("speculates", "!control.fastrl", "is_selectable")
-    )
+    strategy: Any = option(None, kind=str | None, needs=("speculates", "is_selectable"))
     acceptance: str = option("coupled", choices=ACCEPTANCE_MODES, needs="speculates")
     draft: str = option(AUTO_DRAFT, needs="speculates")
     draft_kind: str = option("mtp", choices=DRAFT_KINDS, needs=("speculates", "draft=random"))
@@ -105,7 +103,7 @@ class SpecConfig:
     aligned: bool = option(True, needs=("speculates", "transforms"))
     tau: float = option(0.6, needs=("speculates", "grows_trees", "acceptance=coupled"))
     adaptive_width: bool = option(False, needs=("speculates", "grows_trees"))
-    spec_verify_tokens: int = option(48, needs=("speculates", "!control.fastrl"))
+    spec_verify_tokens: int = option(48, needs="speculates")
     invariant: bool = False
     exact_mode: bool = option(False, needs="speculates")
     telemetry: bool | None = option(None, needs="speculates")

@@ -2,10 +2,9 @@
 
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import OFF, Controller, Observation, Static, slower_than_plain
-from specjax.control.config import ControlConfig, from_fastrl, make_controller
+from specjax.control.config import ControlConfig, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
-from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 
 __all__ = [
@@ -21,8 +20,6 @@ __all__ = [
     "GoodputConfig",
     "Observation",
     "Static",
-    "from_fastrl",
     "make_controller",
-    "read_fastrl",
     "slower_than_plain",
 ]

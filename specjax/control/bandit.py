@@ -1,7 +1,7 @@
 """Epsilon-greedy choice per batch-size group, after FastRL's `eagle_mab` ("BEG").
 
-Every group of batch sizes has a bandit of its own. An arm's score is the median (or mean) of its
-last rewards; a reward is the throughput of a chunk, or its accept length.
+Every group of batch sizes has a bandit of its own. An arm's score is the median of its last
+rewards; a reward is the throughput of a chunk, or its accept length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from specjax.control.base import Controller, Observation, log
 from specjax.settings import option
 
 REWARDS = ("throughput", "accept_length")
-SCORES = ("median", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +33,13 @@ class BanditConfig:
       window: number of rewards that are kept per arm.
       reward: what a chunk counts as: `throughput` (accept length x batch size / seconds per
         round) or `accept_length`. The latter never prefers plain decoding, with its length of 1.
-      score: how an arm's rewards are averaged, `median` or `mean`.
       seed: seed of the random choices.
     """
 
-    thresholds: tuple[int, ...] = option((1, 2, 5, 21), needs="!fastrl")
+    thresholds: tuple[int, ...] = (1, 2, 5, 21)
     epsilon: float = 0.1
     window: int = 1000
     reward: str = option("throughput", choices=REWARDS)
-    score: str = option("median", choices=SCORES)
     seed: int = 0
 
     def __post_init__(self):
@@ -53,7 +50,6 @@ class BanditConfig:
         require(self, "epsilon", 0 <= self.epsilon <= 1, "between 0 and 1")
         require(self, "window", self.window >= 1, "at least 1 reward")
         choice("reward", self.reward, REWARDS)
-        choice("score", self.score, SCORES)
 
 
 class Bandit(Controller):
@@ -83,9 +79,8 @@ class Bandit(Controller):
 
     def scores(self, group: int) -> dict[str, float]:
         """Score per arm; +infinity where it was never tried."""
-        mean = np.median if self.config.score == "median" else np.mean
         rewards = self._rewards[group].items()
-        return {arm: float(mean(values)) if values else math.inf for arm, values in rewards}
+        return {arm: float(np.median(values)) if values else math.inf for arm, values in rewards}
 
     def choose(self, batch_size: int) -> str:
         self._group = group = self.group(batch_size)
@@ -104,20 +99,14 @@ class Bandit(Controller):
         return max(self.arms, key=scores.__getitem__)
 
     def learn(self, seen: Observation) -> None:
-        reward = self._reward(seen)
-        if reward is None:  # the duration is not known
-            return
+        reward, seconds = seen.accept_length, seen.seconds_per_round
+        if self.config.reward == "throughput":
+            if seconds is None:
+                return
+            reward = reward * seen.batch_size / seconds
         rewards = self._rewards[self.group(seen.batch_size)][seen.strategy]
         rewards.append(reward)
         del rewards[: -self.config.window]
-
-    def _reward(self, seen: Observation) -> float | None:
-        if self.config.reward == "accept_length":
-            return seen.accept_length
-        seconds = seen.seconds_per_round
-        drafting = seen.batch_size - seen.opted_out
-        per_round = seen.accept_length * drafting + seen.opted_out
-        return per_round / seconds if seconds else None
 
     def log_fields(self) -> dict[str, float | str]:
         scores = self.scores(self._group)

@@ -51,8 +51,6 @@ class Observation:
       rounds: number of rounds that ran; by default those in which a slot of `accepted` ran.
       catch_up: number of tokens that plain decoding emitted since the draft last read, of the slot
         with the most; the draft reads them at the start of the chunk.
-      opted_out: number of slots whose samples asked for no drafts. Their entries of `accepted` are
-        -1 in chunks that draft.
       ended: number of samples that ended in the chunk, by a stop or a limit.
       context: number of tokens in the caches of the running slots together, on average over the
         rounds; None where it is not known.
@@ -65,7 +63,6 @@ class Observation:
     tokens: int | None = None
     rounds: int | None = None
     catch_up: int = 0
-    opted_out: int = 0
     ended: int = 0
     context: float | None = None
 

@@ -13,7 +13,6 @@ from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import Controller, Static, log, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
-from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.settings import option, part
 
@@ -31,59 +30,45 @@ class ControlConfig:
         `ema` takes the chains of its tiers instead. Beside a `strategy` of its own, `Speculation`
         adds that to the default ones.
       initial: the strategy of `static`, by default the first of `strategies`; the tier at which
-        `ema` starts, by default three steps, or `strategy` beside one. A tree makes `ema` static,
-        because its tiers are chains.
+        `ema` starts, a chain, by default three steps, or `strategy` beside one.
       bs_threshold: largest number of running slots for which to speculate; None for no limit.
-      ema_file: path of a JSON or YAML file with the settings of `ema`, in place of `ema`.
       ema: settings of the controller `ema`.
       bandit: settings of the controller `bandit`.
       goodput: settings of the controller `goodput`.
-      fastrl: FastRL's `speculative:` section, or a file with it, unchanged, in place of all keys
-        above except settings of `bandit` that it has no key for, such as the reward. Its
-        spec_verify_tokens and spec_model_path become spec_verify_tokens and draft, and enable:
-        false is strategy=off.
     """
 
-    controller: str = option("goodput", choices=CONTROLLERS, needs=("speculates", "!fastrl"))
+    controller: str = option("goodput", choices=CONTROLLERS, needs="speculates")
     strategies: Any = option(
         tuple(map(str, DEFAULT_STRATEGIES)),
         kind=list[str],
-        needs=("speculates", "!fastrl", "chooses_among_strategies"),
+        needs=("speculates", "chooses_among_strategies"),
     )
-    initial: Any = option(
-        None, kind=str | None, needs=("speculates", "!fastrl", "controller=static|ema")
-    )
-    bs_threshold: int | None = option(None, needs=("speculates", "!fastrl"))
-    ema_file: str | None = option(None, needs=("speculates", "!fastrl", "controller=ema"))
-    ema: EmaConfig = option(EmaConfig, needs=("speculates", "!fastrl", "controller=ema"))
+    initial: Any = option(None, kind=str | None, needs=("speculates", "controller=static|ema"))
+    bs_threshold: int | None = option(None, needs="speculates")
+    ema: EmaConfig = option(EmaConfig, needs=("speculates", "controller=ema"))
     bandit: BanditConfig = option(BanditConfig, needs=("speculates", "controller=bandit"))
-    goodput: GoodputConfig = option(
-        GoodputConfig, needs=("speculates", "!fastrl", "controller=goodput")
-    )
-    fastrl: Any = option(None, kind=str | dict[str, Any] | None)
+    goodput: GoodputConfig = option(GoodputConfig, needs=("speculates", "controller=goodput"))
 
     def __post_init__(self):
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.fastrl:
-            _, control = read_fastrl(self.fastrl)
-            bandit = self.bandit
-            bandit = bandit if isinstance(bandit, Mapping) else dataclasses.asdict(bandit)
-            values |= control | {"bandit": {**bandit, **control["bandit"]}}
+        values: dict[str, Any] = {}
         for name, cls in (("ema", EmaConfig), ("bandit", BanditConfig), ("goodput", GoodputConfig)):
-            if isinstance(values[name], Mapping):
-                values[name] = cls(**values[name])
-        choice("controller", values["controller"], CONTROLLERS)
-        if isinstance(values["strategies"], str) or not values["strategies"]:
+            if isinstance(section := getattr(self, name), Mapping):
+                values[name] = cls(**section)
+        choice("controller", self.controller, CONTROLLERS)
+        if isinstance(self.strategies, str) or not self.strategies:
             raise ValueError(
                 "strategies must be a list of at least one, such as ['off', '4_1_5'], got "
                 f"{self.strategies!r}"
             )
-        values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, values["strategies"])))
+        values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, self.strategies)))
         if self.initial is not None:
             values["initial"] = Strategy.parse(self.initial)
-        require(self, "bs_threshold", (values["bs_threshold"] or 0) >= 0, "at least 0")
-        if self.ema_file is not None:
-            values["ema"] = EmaConfig.from_file(self.ema_file)
+            if self.controller == "ema" and not values["initial"].is_chain:
+                raise ValueError(
+                    f"controller=ema chooses among chains, and starts at a tree, {self.initial}; "
+                    "give it a chain, or use controller=goodput"
+                )
+        require(self, "bs_threshold", (self.bs_threshold or 0) >= 0, "at least 0")
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -97,13 +82,7 @@ class ControlConfig:
         """
         if isinstance(given, str):
             return cls(controller=given)
-        given = given if isinstance(given, cls) else cls(**given)
-        if given.fastrl:
-            raise ValueError(
-                "fastrl also says what drafts, and how many rows there are, which no ControlConfig "
-                "holds; use specjax.control.from_fastrl(section)"
-            )
-        return given
+        return given if isinstance(given, cls) else cls(**given)
 
     @property
     def chooses_among_strategies(self) -> bool:
@@ -115,20 +94,13 @@ class ControlConfig:
     @property
     def arms(self) -> tuple[Strategy, ...]:
         """Every strategy that may be selected, and so has to be compiled."""
-        if self.controller == "ema" and self._ema_falls_back() is None:
+        if self.controller == "ema":
             arms = [Strategy.chain(steps) for steps in self.ema.candidate_steps]
-        elif self.controller in ("static", "ema"):
+        elif self.controller == "static":
             arms = [self.initial or self.strategies[0]]
         else:
             arms = list(self.strategies)
         return tuple(dict.fromkeys(arms if self.bs_threshold is None else [*arms, Strategy.OFF]))
-
-    def _ema_falls_back(self) -> str | None:
-        """Returns why `ema` cannot adapt; None where it can."""
-        initial = self.initial
-        if initial is None or initial.is_chain:
-            return None
-        return f"its tiers are chains (topk 1), and {initial.name!r} is a tree"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +121,6 @@ class Speculation(SpecConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.control is not None and self.control.fastrl:
-            spec, _ = read_fastrl(self.control.fastrl)
-            if self.draft != "auto" and spec["draft"] not in ("auto", self.draft):
-                raise ValueError(
-                    f"draft={self.draft} drafts, and spec_model_path={spec['draft']} of "
-                    "control.fastrl is a head that would; leave out one of them"
-                )
-            spec["draft"] = self.draft if spec["draft"] == "auto" else spec["draft"]
-            for name, value in spec.items():
-                object.__setattr__(self, name, value)
         spec = self.spec()
         for strategy in self._arms:
             dataclasses.replace(spec, strategy=strategy)  # raises where it is not exact
@@ -176,7 +138,7 @@ class Speculation(SpecConfig):
             control.controller == "ema" or (control.controller == "static" and is_open)
         ):
             changes["initial"] = own
-        return dataclasses.replace(control, fastrl=None, **changes)
+        return dataclasses.replace(control, **changes)
 
     def spec(self) -> SpecConfig:
         """How to speculate.
@@ -206,25 +168,6 @@ class Speculation(SpecConfig):
         """A controller that may choose it: one whose control.strategies have it."""
         is_ema = self.control is not None and self.control.controller == "ema"
         return is_ema or self.own_strategy in self._arms
-
-
-def from_fastrl(
-    section: Mapping[str, Any] | str, bandit: Mapping[str, Any] | None = None
-) -> tuple[SpecConfig | None, ControlConfig | None]:
-    """Reads FastRL's `speculative:` section for `LLM(DIR, spec, control=control)`.
-
-    Args:
-      section: the section, or a file with it, see `read_fastrl`.
-      bandit: settings of the bandit that the section has no key for, such as its seed.
-
-    Returns:
-      The speculation and its control; (None, None), which is plain decoding, for `enable: false`.
-
-    Raises:
-      ValueError: the section is not valid, see `read_fastrl`.
-    """
-    both = Speculation(control=ControlConfig(fastrl=section, bandit=bandit or {}))
-    return (None, None) if both.is_off else (both.spec(), both.control_config())
 
 
 def make_controller(
@@ -259,10 +202,7 @@ def make_controller(
 
 
 def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | None) -> Controller:
-    reason = config._ema_falls_back() if config.controller == "ema" else None
-    if reason is not None:
-        log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
-    if config.controller == "static" or reason is not None:
+    if config.controller == "static":
         return Static(chosen[0])
     if config.controller == "ema":
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)

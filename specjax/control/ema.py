@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
-from specjax.command_line import read_yaml
 from specjax.config.checks import require
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
@@ -48,18 +46,6 @@ class EmaConfig:
         require(self, "update_interval", self.update_interval >= 1, "at least 1")
         for name in ("down_hysteresis", "up_hysteresis"):
             require(self, name, math.isfinite(getattr(self, name)), "a finite number")
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> EmaConfig:
-        """Reads JSON or YAML.
-
-        Raises:
-          ValueError: the file has another key, or a value that is not valid.
-        """
-        try:
-            return cls(**read_yaml(path))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
 
 
 class EmaTiers(Controller):

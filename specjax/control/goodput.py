@@ -21,6 +21,9 @@ from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
 
 CHAIN = "chain"
+HALF_LIFE = 100.0  # rounds after which an observed acceptance counts half
+PRIOR = 0.7  # acceptance of a first draft before anything was observed
+PROBE_PAIRS = 16  # (slot, round) pairs that a probe measures
 
 _BEST_RATE = 0.95  # acceptance that a draft which was not seen may have at best
 _PRIOR_PAIRS = 4.0  # weight of the prior of a depth, in (slot, round) pairs
@@ -44,23 +47,14 @@ class GoodputConfig:
     Attributes:
       hysteresis: share by which a score must beat that of the strategy in use at the batch size.
       probe_fraction: share of all seconds that probes may lose.
-      probe_slot_rounds: number of (slot, round) pairs that a probe measures.
-      half_life: number of rounds after which an observed acceptance counts half.
-      prior: acceptance of a first draft before anything was observed.
     """
 
     hysteresis: float = 0.01
     probe_fraction: float = 0.01
-    probe_slot_rounds: int = 16
-    half_life: float = 100.0
-    prior: float = 0.7
 
     def __post_init__(self):
         require(self, "hysteresis", 0 <= self.hysteresis < 1, "at least 0 and below 1")
         require(self, "probe_fraction", 0 <= self.probe_fraction < 1, "at least 0 and below 1")
-        require(self, "probe_slot_rounds", self.probe_slot_rounds >= 1, "at least 1")
-        require(self, "half_life", 0 < self.half_life < math.inf, "a finite number above 0")
-        require(self, "prior", 0 <= self.prior <= 1, "between 0 and 1")
 
 
 class Acceptance:
@@ -237,8 +231,8 @@ class Goodput(Controller):
     kind = "goodput"
     saved = (
         *Controller.saved, "regret_seconds", "seconds", "drafting_seconds", "plain_seconds",
-        "probes", "_best", "_drafting", "_emitted", "_ended", "_length", "_chunk_tokens", "_last",
-        "_probed", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
+        "probes", "_best", "_emitted", "_ended", "_length", "_chunk_tokens", "_last", "_probed",
+        "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
     )  # fmt: skip
 
     def __init__(
@@ -251,13 +245,12 @@ class Goodput(Controller):
         self.config = config or GoodputConfig()
         # A copy: two controllers over one calibration must not learn from each other.
         self.costs = CostTable.from_state((costs or CostTable()).state())
-        self.acceptance = Acceptance(self.strategies, self.config.half_life, self.config.prior)
+        self.acceptance = Acceptance(self.strategies, HALF_LIFE, PRIOR)
         self.regret_seconds = self.seconds = 0.0
         self.drafting_seconds = self.plain_seconds = 0.0
         self.probes = 0
         # The strategy in use, by bucket.
         self._best: list[str | None] = [None] * len(self.costs.buckets)
-        self._drafting = 1.0  # share of slots that are drafted for
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
         self._length: float | None = None  # tokens in the cache of a slot, the mean of the latest
         self._chunk_tokens = 32.0  # most tokens that a slot can emit in a full chunk
@@ -266,7 +259,7 @@ class Goodput(Controller):
         self._probed: list[str] = []  # strategies that had a probe in this turn
         self._credit = 0.0  # seconds that probes may lose
         # (slot, round) pairs that draft before new weights count as known.
-        self._pairs_to_judge = 2 * self.config.probe_slot_rounds
+        self._pairs_to_judge = 2 * PROBE_PAIRS
         self._rounds, self._probed_at = 0, -_PAUSE
         self._starts = {"plain": 0.0, "drafting": 0.0}  # average start, in plain rounds
 
@@ -284,7 +277,7 @@ class Goodput(Controller):
             there were last.
         """
         return {
-            arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on, errors))
+            arm: self.acceptance.expected_tokens(arm, self._goes_on, errors)
             / self.round_seconds(arm, batch_size, context)
             for arm in self.arms
         }
@@ -317,10 +310,6 @@ class Goodput(Controller):
     def _goes_on(self) -> float:
         """The share of tokens that are not the last of their sample."""
         return 1 - self._ended / max(self._emitted, self._ended, 1.0)
-
-    def _per_slot(self, tokens: float) -> float:
-        """Returns the mean over all slots, if the slots that draft emit `tokens` per round."""
-        return 1 + self._drafting * (tokens - 1)
 
     def gains(self, batch_size: int) -> dict[str, float]:
         measured = {
@@ -374,7 +363,7 @@ class Goodput(Controller):
             candidates = [arm for arm in candidates if arm not in self._probed]
         else:
             self._probed.clear()
-        rounds = max(_MIN_PROBE_ROUNDS, -(-self.config.probe_slot_rounds // batch_size))
+        rounds = max(_MIN_PROBE_ROUNDS, -(-PROBE_PAIRS // batch_size))
         starts = sum(self._starts.values()) * self._seconds(OFF, batch_size)
         starts += 2 * self.costs.beside(batch_size)
         for name in candidates:
@@ -401,7 +390,7 @@ class Goodput(Controller):
             most = self.acceptance.most_tokens(arm, current, self._goes_on)
             cheapest = self.round_seconds(arm, batch_size) * (1 - self.costs.slack(arm, batch_size))
             least = (1 + self.config.hysteresis) * scores[current]
-            if arm == current or (arm != OFF and self._per_slot(most) / cheapest <= least):
+            if arm == current or (arm != OFF and most / cheapest <= least):
                 continue
             key = self.acceptance.shared.get(arm)
             if current == OFF and key in seen:
@@ -414,7 +403,7 @@ class Goodput(Controller):
 
     def weights_changed(self) -> None:
         self.acceptance.forget()
-        self._pairs_to_judge, self._probe = 2 * self.config.probe_slot_rounds, None
+        self._pairs_to_judge, self._probe = 2 * PROBE_PAIRS, None
 
     def calibrated(self, costs: CostTable) -> None:
         """Replaces the learned costs by freshly measured ones; acceptance is kept."""
@@ -427,7 +416,6 @@ class Goodput(Controller):
         )  # fmt: skip
         drafts, known = name != OFF, per_round is not None
         self._rounds += rounds
-        self._drafting = 1 - seen.opted_out / batch
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended

@@ -26,7 +26,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from specjax.config import Strategy
 from specjax.indexing import take_along
 from specjax.kernels.reference import pack_bits
-from specjax.spelling import SettingError
 
 
 class TreeShape(NamedTuple):
@@ -268,13 +267,11 @@ def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
     dynamic = [s for s in strategies if s.is_dynamic]
     static = [s for s in strategies if not (s.is_dynamic or s.is_chain)]
     if dynamic and static:
-        raise SettingError(
-            lambda spell: (
-                f"with {spell('invariant', True)} all strategies run one program, and no tree "
-                f"holds both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) "
-                f"and {static[0].name!r} (a static tree, whose nodes are fixed); use chains with "
-                f"one kind of tree, or {spell('invariant', False)}"
-            )
+        raise ValueError(
+            "with invariant=true all strategies run one program, and no tree "
+            f"holds both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) "
+            f"and {static[0].name!r} (a static tree, whose nodes are fixed); use chains with "
+            "one kind of tree, or invariant=false"
         )
     if dynamic:
         return Strategy.of_sizes(*map(max, zip(*map(_size, strategies), strict=True)))

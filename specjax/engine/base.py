@@ -18,7 +18,6 @@ from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Progress, Sample
 from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
-from specjax.spelling import SettingError
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -174,12 +173,10 @@ class BaseEngine(abc.ABC):
             self._checked = facts, features
         limit, pages = min(job.limit, runner.max_len), runner.pages - 1
         if (wanted := runner.pages_of(limit)) > pages:
-            raise SettingError(
-                lambda spell: (
-                    f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
-                    f"there are {pages}; raise {spell('cache_bytes')}, or lower "
-                    f"{spell('max_tokens')}"
-                )
+            raise ValueError(
+                f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
+                f"there are {pages}; raise cache_bytes, or lower "
+                f"max_tokens"
             )
         if progress is not None:
             _check_progress(job, progress, limit - len(job.prompt))

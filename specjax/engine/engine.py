@@ -297,7 +297,7 @@ class Engine(BaseEngine):
         """Looks anew at the tokens that are drafted, for another head drafts from now on.
 
         Raises:
-          SettingError: the head drafts none of the ids that `token_map` lists.
+          ValueError: the head drafts none of the ids that `token_map` lists.
         """
         if self.drafted is not None:
             self.drafted.take_head(head)

@@ -51,7 +51,6 @@ from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params, init_params, laid_out
 from specjax.parallel import sharding
-from specjax.spelling import SettingError, Spell, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids, with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -117,8 +116,6 @@ class LLM:
         first request.
       replicas: number of independent engines of `max_batch` slots each, fed from one queue.
       tp: number of devices of each replica.
-      spell: function that spells settings in notes, the log and some errors, for programs in which
-        users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
       generation_config: source of the default sampling parameters of `generate` and `chat`: `auto`,
         the checkpoint's own generation_config.json; `none`, none; or a directory with such a file.
@@ -156,29 +153,24 @@ class LLM:
         control: ControlConfig | Mapping[str, Any] | str | None = None,
         replicas: int = 1,
         tp: int = 1,
-        spell: Spell = python,
         revision: str | None = None,
         generation_config: str = "auto",
         family: str | None = None,
     ):
         add_family(family)
         if max_batch < 1:
-            raise SettingError(
-                lambda spell: f"{spell('max_batch')} must be at least 1, got {max_batch}"
-            )
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         several = replicas > 1 or tp > 1
         if several and mesh is not None:
             raise ValueError("replicas and tp make meshes of their own; leave out mesh, or both")
         meshes = sharding.replica_meshes(replicas, tp) if several else [mesh]
         self.notes: list[str] = []
-        generation = asked_for(generation_config, spell)
+        generation = asked_for(generation_config)
         if isinstance(model, (str, Path)):
             loaded = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = loaded.cfg, loaded.policy, loaded.head
             if (dtype, loaded.stored) != (AUTO, "float32"):  # else there is nothing to choose
-                setting = spell("dtype", loaded.stored)
-                line = about_dtype(dtype, cfg.run.param_dtype, loaded.stored, setting)
-                self.notes.append(line)
+                self.notes.append(about_dtype(dtype, cfg.run.param_dtype, loaded.stored))
             if tokenizer is None and loaded.tokenizer is not None:
                 tokenizer = load_tokenizer(loaded.tokenizer, required=False)
             cfg = with_tokenizer_end(cfg, tokenizer)
@@ -199,10 +191,8 @@ class LLM:
         cfg, source = laid_out(cfg, meshes[0]), None
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, meshes[0], params)
-        # A user who has no head may have forgotten to name a draft, and is warned. Programs with
-        # a spelling of their own show the log, or print the line themselves.
-        is_warning = self.drafting.by_default and spell is python
-        level = logging.WARNING if is_warning else logging.INFO
+        # A user who has no head may have forgotten to name a draft, and is warned.
+        level = logging.WARNING if self.drafting.by_default else logging.INFO
         log.log(level, "%s", self.drafting.described())
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
@@ -211,11 +201,9 @@ class LLM:
         given = engine.cache_bytes if engine else None
         self._cache_budget = cache_budget(cfg, source, meshes[0]) if given is None else given
         if max_len is None:
-            self._shorten(source, spell)
+            self._shorten(source)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
-            if spell is python:  # other programs print the notes
-                log.info("draft: %s", line)
         self.params, self.source = params, source
         self.head = head.params if isinstance(head, Head) else head
         self._engine_config = engine or EngineConfig()
@@ -245,7 +233,7 @@ class LLM:
             most_cache_bytes=self._cache_budget,
         )
 
-    def _shorten(self, source: Draft | None, spell: Spell) -> None:
+    def _shorten(self, source: Draft | None) -> None:
         """Lowers `max_len` to what the caches have room for, and says so in a note."""
         room, fits = self._cache_budget, LEAST_LENGTH
         if room is not None:
@@ -259,8 +247,8 @@ class LLM:
         size = "memory that is not known" if room is None else f"{room / 1e9:.2g} GB"
         self.notes.append(
             f"a prompt and its sample have at most {fits:,} tokens, of the model's "
-            f"{self.cfg.max_position:,}, because caches have {size}; raise {spell('cache_bytes')}, "
-            f"or set {spell('max_len')}"
+            f"{self.cfg.max_position:,}, because caches have {size}; raise cache_bytes, "
+            "or set max_len"
         )
 
     def get_default_sampling_params(self) -> SamplingParams:

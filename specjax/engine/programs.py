@@ -44,7 +44,6 @@ from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
 from specjax.kernels.names import GPUS
 from specjax.parallel import sharding
-from specjax.spelling import SettingError
 from specjax.weights.matrix import precision_of
 
 log = logging.getLogger(__name__)
@@ -90,12 +89,10 @@ def make_plans(
     if strategies is None:
         strategies = (spec.resolve(),)
     if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
-        raise SettingError(
-            lambda spell: (
-                f"{spell('adaptive_width')} changes the width of dynamic trees, got strategies "
-                f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
-                f"{spell('adaptive_width', False)}"
-            )
+        raise ValueError(
+            "adaptive_width changes the width of dynamic trees, got strategies "
+            f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
+            "adaptive_width=false"
         )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 
@@ -149,12 +146,10 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
     strategies = [plan.strategy for plan in plans.values() if plan.tree]
     common = common_strategy(strategies)
     if common.rows > most_rows:
-        raise SettingError(
-            lambda spell: (
-                f"with {spell('invariant', True)} all strategies run one program, whose tree holds "
-                f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
-                f"more than {spell('spec_verify_tokens')} = {most_rows}; raise it, or use fewer"
-            )
+        raise ValueError(
+            f"with invariant=true all strategies run one program, whose tree holds "
+            f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
+            f"more than spec_verify_tokens = {most_rows}; raise it, or use fewer"
         )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)

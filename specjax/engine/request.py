@@ -21,7 +21,6 @@ from specjax.decode.options import (
     Options,
     neutral,
 )
-from specjax.spelling import SettingError
 from specjax.tokenizer import check_ids, decode
 
 NO_LIMIT = (1 << 31) - 1
@@ -466,19 +465,15 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     params, cfg = job.params, limits.cfg
     least = len(job.prompt) + 1 if job.limit == NO_LIMIT else job.limit
     if least > limits.max_len:
-        raise SettingError(
-            lambda spell: (
-                f"{where} has {len(job.prompt)} tokens and {spell('max_tokens')} is "
-                f"{params.max_tokens}, together more than {spell('max_len')} {limits.max_len}; "
-                "shorten one, or raise that"
-            )
+        raise ValueError(
+            f"{where} has {len(job.prompt)} tokens and max_tokens is "
+            f"{params.max_tokens}, together more than max_len {limits.max_len}; "
+            "shorten one, or raise that"
         )
     if len(job.stop_ids) > limits.stop_width:
-        raise SettingError(
-            lambda spell: (
-                f"{where} has {len(job.stop_ids)} stop tokens with the model's own; at most "
-                f"{limits.stop_width}: raise {spell('max_stop_tokens', ...)}"
-            )
+        raise ValueError(
+            f"{where} has {len(job.stop_ids)} stop tokens with the model's own; at most "
+            f"{limits.stop_width}: raise max_stop_tokens=..."
         )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),

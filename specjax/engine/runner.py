@@ -39,7 +39,6 @@ from specjax.memory import cost
 from specjax.models.transformer import Params, graphdef, laid_out, record_shape
 from specjax.parallel import sharding
 from specjax.parallel.agreement import agreement_of
-from specjax.spelling import SettingError
 from specjax.weights import matrix
 
 PAGE_SIZE = 128
@@ -204,17 +203,15 @@ class Runner:
         than `most_bytes` have room for, but one sample of full length always fits.
 
         Raises:
-          SettingError: `given` is less than two pages.
+          ValueError: `given` is less than two pages.
         """
         page, slots = max(self.page_bytes, 1), self.slot_bytes
         if given is not None:
             pages = (given - slots) // page
             if pages < 2:
-                raise SettingError(
-                    lambda spell: (
-                        f"{spell('cache_bytes')} {given} is less than two pages of {page} bytes "
-                        f"beside {slots} bytes of slots; raise it, or lower {spell('page_size')}"
-                    )
+                raise ValueError(
+                    f"cache_bytes {given} is less than two pages of {page} bytes "
+                    f"beside {slots} bytes of slots; raise it, or lower page_size"
                 )
             return pages
         full = pages_for(self.max_len, self.page_size)

@@ -10,7 +10,6 @@ from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.kernels.names import ATTENTION, GPUS, check_attention
 from specjax.settings import option
-from specjax.spelling import SettingError
 from specjax.weights.matrix import ASKED, check_products
 
 ORDERS = ("fifo", "longest_first")
@@ -113,12 +112,10 @@ def require_speculation(spec: SpecConfig | None) -> None:
       ValueError: `spec` is plain decoding.
     """
     if spec is None or spec.is_off:
-        raise SettingError(
-            lambda spell: (
-                f"{spell('control')} chooses between ways to speculate, and "
-                f"{spell('spec') if spec is None else spell('strategy', 'off')} says that there is "
-                "no speculation; leave one of them out"
-            )
+        raise ValueError(
+            f"control chooses between ways to speculate, and "
+            f"{'spec=None' if spec is None else 'strategy=off'} says that there is "
+            "no speculation; leave one of them out"
         )
 
 

@@ -36,7 +36,6 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError, Spell
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
@@ -46,7 +45,7 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
 
     Raises:
       ValueError: `spec` names a path, which must be loaded (see `load_source`).
-      SettingError: it names a class of the user's own that does not exist, or is no class.
+      ValueError: it names a class of the user's own that does not exist, or is no class.
     """
     own_draft, name = spec.own_draft, spec.draft
     if own_draft is not None:
@@ -72,7 +71,7 @@ def own_class(name: str) -> type[Draft]:
     """Imports a class of the user's own.
 
     Raises:
-      SettingError: there is nothing at `name`.
+      ValueError: there is nothing at `name`.
     """
     try:
         kind = DRAFTS.find(name)
@@ -81,7 +80,7 @@ def own_class(name: str) -> type[Draft]:
         return kind
     except ValueError as error:
         problem = str(error)
-        raise SettingError(lambda spell: f"{spell('draft', name)}: {problem}") from error
+        raise ValueError(f"draft={name}: {problem}") from error
 
 
 class Drafting(NamedTuple):
@@ -171,7 +170,7 @@ def settle_draft(
 
     Raises:
       ValueError: a controller is given and `spec` is plain decoding.
-      SettingError: `spec` names a path or id that does not exist.
+      ValueError: `spec` names a path or id that does not exist.
       CheckpointError: the files there are those of no draft.
     """
     if control is not None:
@@ -243,12 +242,10 @@ def load_source(
         kind = _class_of_word(name, spec)
         head_read = placed(Head(*kind.new(cfg, policy=policy, seed=spec.head_seed)), mesh)
     elif head is None:
-        raise SettingError(
-            lambda spell: (
-                f"the checkpoint has no draft head, and {spell('draft', spec.draft)} asks for it; "
-                f"use {spell('draft', 'ngram')}, {spell('draft', 'DIR')}, "
-                f"{spell('draft', 'random')} to train one online, or {spell('strategy', 'off')}"
-            )
+        raise ValueError(
+            f"the checkpoint has no draft head, and draft={spec.draft} asks for it; "
+            f"use draft=ngram, draft=DIR, "
+            f"draft=random to train one online, or strategy=off"
         )
     else:
         head_read = head if isinstance(head, Head) else Head(head_class(head).of(cfg, spec), head)
@@ -302,7 +299,7 @@ def find_draft_at(name: str) -> Path:
       name: a path, or the Hugging Face id of a head or a model.
 
     Raises:
-      SettingError: there is no such file or id.
+      ValueError: there is no such file or id.
       CheckpointError: the id cannot be downloaded.
     """
     try:
@@ -310,23 +307,21 @@ def find_draft_at(name: str) -> Path:
             return find_model(name)
     except ModelNotFoundError:
         pass
-    raise SettingError(
-        lambda spell: (
-            f"{spell('draft')}: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
-            "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
-            f"{name!r}{_hint(name.strip().lower(), spell)}"
-        )
+    raise ValueError(
+        f"draft: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
+        "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
+        f"{name!r}{_hint(name.strip().lower())}"
     )
 
 
-def _hint(name: str, spell: Spell) -> str:
+def _hint(name: str) -> str:
     """The end of a message: what a wrong word, in lower case, may have been meant to be."""
     if name in ("none", "off", "no", "false"):
-        return f"; did you mean {spell('strategy', 'off')}?"
+        return "; did you mean strategy=off?"
     if name in DRAFT_KINDS:
-        return f"; a new one is {spell('draft', RANDOM_DRAFT)} and {spell('draft_kind', name)}"
+        return f"; a new one is draft={RANDOM_DRAFT} and draft_kind={name}"
     close = difflib.get_close_matches(name, DRAFT_WORDS, 1)
-    return f"; did you mean {spell('draft', close[0])}?" if close else ""
+    return f"; did you mean draft={close[0]}?" if close else ""
 
 
 def load_head(
@@ -346,7 +341,7 @@ def load_head(
       the policy's config with what it says of the head, and the head.
 
     Raises:
-      SettingError: there is no such file or id.
+      ValueError: there is no such file or id.
       CheckpointError: as in `read_draft`.
     """
     head = read_draft(find_draft_at(name), model, mesh, weights=weights)

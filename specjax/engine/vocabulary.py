@@ -20,7 +20,6 @@ import numpy as np
 from specjax.config import ModelConfig, SpecConfig
 from specjax.engine.weights import Weights
 from specjax.interfaces import Draft, Params
-from specjax.spelling import SettingError
 
 FIRST_COUNT = 4096  # number of emitted tokens after which the ids are first chosen again
 
@@ -44,7 +43,7 @@ def draft_ids(
       head_ids: ids of the tokens that the head drafts; None: all.
 
     Raises:
-      SettingError: the file cannot be read (see `read_token_map`), has fewer ids than
+      ValueError: the file cannot be read (see `read_token_map`), has fewer ids than
         `draft_vocab`, or lists none that the head drafts.
     """
     size, name, vocab = spec.draft_vocab, spec.token_map, cfg.vocab_size
@@ -59,15 +58,11 @@ def draft_ids(
             listed = listed[np.argsort(~np.isin(listed, head_ids), kind="stable")]
     size = len(listed) if size is None else size
     if not 1 <= size <= len(listed):
-        raise SettingError(
-            lambda spell: f"{spell('draft_vocab')}: expected 1 to {len(listed)}, {what}, got {size}"
-        )
+        raise ValueError(f"draft_vocab: expected 1 to {len(listed)}, {what}, got {size}")
     if head_ids is not None and not np.isin(listed[:size], head_ids).any():
-        raise SettingError(
-            lambda spell: (
-                f"{spell('token_map')}: the head drafts {len(head_ids)} of {vocab} tokens, and "
-                f"none of the {size} ids in {name}; give a list for this model"
-            )
+        raise ValueError(
+            f"token_map: the head drafts {len(head_ids)} of {vocab} tokens, and "
+            f"none of the {size} ids in {name}; give a list for this model"
         )
     return np.sort(listed[:size])
 
@@ -76,7 +71,7 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
     """The token ids in a file, a JSON list with the most frequent first.
 
     Raises:
-      SettingError: the file cannot be read, or holds something else.
+      ValueError: the file cannot be read, or holds something else.
     """
     try:
         listed, got = json.loads(Path(name).read_text(encoding="utf-8")), "something else"
@@ -84,11 +79,9 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
         listed, got = None, str(error)
     is_list = isinstance(listed, list) and listed and all(type(token) is int for token in listed)
     if not is_list or min(listed) < 0 or max(listed) >= vocab or len({*listed}) < len(listed):
-        raise SettingError(
-            lambda spell: (
-                f"{spell('token_map')}: expected a file with a JSON list of different token ids "
-                f"below {vocab}, the most frequent first, got {name}: {got}"
-            )
+        raise ValueError(
+            f"token_map: expected a file with a JSON list of different token ids "
+            f"below {vocab}, the most frequent first, got {name}: {got}"
         )
     return np.array(listed, np.int32)
 
@@ -214,7 +207,7 @@ class DraftedIds:
         """Begins to draft from tokens that a head has, unless they were given by a call.
 
         Raises:
-          SettingError: the head drafts none of the ids that `token_map` lists.
+          ValueError: the head drafts none of the ids that `token_map` lists.
         """
         before, head_ids = self.own, own_ids(self._source, head)
         if head_ids is None or np.array_equal(head_ids, before):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device
-from specjax.kernels.names import GROUPS, OWN, check_attention
+from specjax.kernels.names import OWN, check_attention
 from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
@@ -73,12 +73,14 @@ def choose(
     check_attention(asked)
     device, own = Device(platform, kind, devices), asked == "auto"
     operation = "tree_attention" if decoding else "causal_attention"
-    if own and platform not in OWN:
-        line = f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {platform!r}"
+    names = [asked]
+    if own:
+        kinds = {name: BACKENDS.find(name).kinds for name in OWN.get(platform, ())}
+        names = [name for name in kinds if not kinds[name] or kind in kinds[name]]
+    if not names:
+        line = f"{BACKENDS.find(REFERENCE).line}: there is no kernel for {kind!r} ({platform})"
         return Choice(REFERENCE, line, True)
-    found, refused = _first(
-        OWN[platform] if own else (asked,), device, cfg, operation, own, invariant
-    )
+    found, refused = _first(names, device, cfg, operation, own, invariant)
     if found is None and not own:
         raise ValueError(
             f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; choose another, "
@@ -106,29 +108,19 @@ def _first(
     """Returns the first usable backend, and why those before it are refused.
 
     Args:
-      names: names of groups or of backends.
+      names: names of backends.
       own: whether they are the platform's own, of which those without the operation are passed
         over; else the user asked for the name.
       invariant: whether the engine is in `invariant` mode.
     """
     refused = {}
-    for group in names:
-        members = GROUPS.get(group, (group,))
-        fitting = members
-        if len(members) > 1:
-            kinds = {member: BACKENDS.find(member).kinds for member in members}
-            fitting = [m for m in members if not kinds[m] or device.kind in kinds[m]]
-        if not fitting:
-            reason = BACKENDS.find(members[0]).refuses(operation, device, cfg)
-            known = ", ".join(member.partition(":")[2] for member in members)
-            refused[group] = reason or f"it supports {known}, and the device is {device.kind!r}"
-        for name in fitting:
-            backend = BACKENDS.find(name)
-            passed = operation not in backend.operations or invariant and not backend.prompts_alone
-            if own and passed:
-                continue
-            reason = backend.refuses(operation, device, cfg)
-            if reason is None:
-                return name, refused
-            refused[name] = reason
+    for name in names:
+        backend = BACKENDS.find(name)
+        passed = operation not in backend.operations or invariant and not backend.prompts_alone
+        if own and passed:
+            continue
+        reason = backend.refuses(operation, device, cfg)
+        if reason is None:
+            return name, refused
+        refused[name] = reason
     return None, refused

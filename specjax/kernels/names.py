@@ -1,4 +1,4 @@
-"""The names of kernel backends that users may give. Imports no jax, so that parsers start fast."""
+"""The names of kernel backends. Imports no jax, so that parsers start fast."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from specjax.registry import BACKENDS, check_setting
 # Platforms of GPUs, as jax names them, and those of them that NVIDIA's GPUs have.
 GPUS = ("gpu", "cuda", "rocm")
 NVIDIA = ("gpu", "cuda")
-# Names of groups; each stands for its first member that supports the device.
-GROUPS = {
-    "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
-    "library": ("library:cudnn", "library:xla"),
-}
 # Backends that `auto` tries on a platform, as jax names it: the first that has the operation and
 # refuses neither device nor model; otherwise the reference.
 OWN = {
     "cpu": ("cpu",),
-    "tpu": ("tpu",),
-    "gpu": ("gpu", "triton", "gpu:flash", "library"),
-    "cuda": ("gpu", "triton", "gpu:flash", "library"),
-    "rocm": ("gpu", "library"),
+    "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
+    "gpu": ("gpu", "triton", "gpu:flash", "library:cudnn", "library:xla"),
+    "cuda": ("gpu", "triton", "gpu:flash", "library:cudnn", "library:xla"),
+    "rocm": ("gpu", "library:xla"),
 }
-ATTENTION = ("auto", *sorted((*BACKENDS.names, *GROUPS)))
+ATTENTION = ("auto", *sorted(BACKENDS.names))
 
 
 def check_attention(name: str) -> str:

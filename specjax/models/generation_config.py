@@ -13,7 +13,6 @@ from typing import Any
 
 from specjax.checked_json import CheckpointError, read_json
 from specjax.config.sampling import SamplingParams
-from specjax.spelling import Spell, python
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", ("none", "vllm")  # values of the setting, beside a directory
@@ -52,13 +51,12 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
     return tuple(found.items())
 
 
-def asked_for(setting: str, spell: Spell = python) -> Generation | None:
+def asked_for(setting: str) -> Generation | None:
     """Returns the defaults that the setting `generation_config` asks for; None: the checkpoint's.
 
     Args:
       setting: `auto` (the checkpoint's own), `none` or `vllm` (nothing), or a directory with a
         generation_config.json.
-      spell: names the setting in messages as it is typed.
 
     Raises:
       CheckpointError: there is no such file, or it cannot be used.
@@ -71,7 +69,7 @@ def asked_for(setting: str, spell: Spell = python) -> Generation | None:
     file = folder if folder.name == FILE else folder / FILE
     if not file.is_file():
         raise CheckpointError(
-            f"{spell('generation_config')}: expected auto, none, or a directory with {FILE}; there "
+            f"generation_config: expected auto, none, or a directory with {FILE}; there "
             f"is no {file}"
         )
     return sampling_of(file, read_json(file))

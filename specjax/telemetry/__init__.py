@@ -1,9 +1,8 @@
 """Telemetry of rejected drafts: collected on the host after each chunk, and summarised.
 
 `SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` enables it; the device reports rejections by
-`specjax.decode.report`. After a run `llm.telemetry.summary()` returns the figures,
-`llm.telemetry.write_jsonl("run.jsonl")` writes them to a file, and
-`python -m specjax.telemetry run.jsonl` prints that file.
+`specjax.decode.report`. After a run `llm.telemetry.summary()` returns the figures, and
+`llm.telemetry.write_jsonl("run.jsonl")` writes them to a file.
 """
 
 from specjax.telemetry.collector import (
@@ -13,7 +12,6 @@ from specjax.telemetry.collector import (
     SlotInfo,
     Summary,
     active_transforms,
-    read_jsonl,
 )
 
 __all__ = [
@@ -23,5 +21,4 @@ __all__ = [
     "SlotInfo",
     "Summary",
     "active_transforms",
-    "read_jsonl",
 ]

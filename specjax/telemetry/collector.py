@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ CAUSES = {
     "penalty": "without penalties the target would have chosen another token",
     "disagreement": "the draft and the target simply differ",
 }
-# Lower edges of the entropy bins in nats; the last bin is open.
-ENTROPY_EDGES = tuple(i / 4 for i in range(25))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,18 +94,6 @@ class Rejection:
             for name, value in fields
         }
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Rejection:
-        """Makes a rejection from the result of `to_json`.
-
-        Raises:
-          KeyError: a field is missing.
-        """
-        values = {f.name: record[f.name] for f in dataclasses.fields(cls)}
-        values = {name: -math.inf if value is None else value for name, value in values.items()}
-        values["transforms"] = tuple(values["transforms"])
-        return cls(**values)
-
 
 # The fields of a `Rejection` that come from the device.
 _FIELDS = tuple(
@@ -129,10 +115,7 @@ class Summary:
       accepts: per depth from 1, number of those rounds that accepted one of these drafts. Both are
         counted before stop tokens and limits end a round, so that the end of a sample does not
         count as a rejection.
-      position_sum: sum of the rejections' absolute positions.
       causes: number of rejections by cause.
-      offsets: number of rejections by offset from the prompt.
-      entropies: number of rejections by bin of `ENTROPY_EDGES`.
       dropped: number of records that were not kept.
     """
 
@@ -140,19 +123,15 @@ class Summary:
     rejections: int = 0
     attempts: Counter[int] = dataclasses.field(default_factory=Counter)
     accepts: Counter[int] = dataclasses.field(default_factory=Counter)
-    position_sum: int = 0
     causes: Counter[str] = dataclasses.field(default_factory=Counter)
-    offsets: Counter[int] = dataclasses.field(default_factory=Counter)
-    entropies: Counter[int] = dataclasses.field(default_factory=Counter)
     dropped: int = 0
 
-    def add(self, rejections: Any, ran: np.ndarray, prompt_lens: np.ndarray) -> None:
+    def add(self, rejections: Any, ran: np.ndarray) -> None:
         """Counts one chunk.
 
         Args:
           rejections: the chunk's rejections, see `Collector.add`.
           ran: which rounds to count [R B].
-          prompt_lens: number of prompt tokens in each slot [B].
         """
         rejected = ran & rejections.valid
         self.rounds += int(ran.sum())
@@ -162,17 +141,10 @@ class Summary:
                 self.accepts[depth] += number
         for accepted, number in _counted(rejections.accepted[rejected]):
             self.attempts[accepted + 1] += number
-        position = rejections.position[rejected]
-        self.rejections += len(position)
-        self.position_sum += int(position.sum())
+        self.rejections += int(rejected.sum())
         names = tuple(CAUSES)
         causes = _cause_numbers(rejections)[rejected]
         self.causes.update({names[i]: number for i, number in _counted(causes)})
-        offsets = rejections.position - prompt_lens
-        self.offsets.update(dict(_counted(offsets[rejected])))
-        entropy = np.maximum(rejections.entropy[rejected], 0.0)
-        bins = np.searchsorted(ENTROPY_EDGES, entropy, side="right") - 1
-        self.entropies.update(dict(_counted(bins)))
 
     def share(self, cause: str) -> float:
         """The share of the rejections that have a cause; NaN without any."""
@@ -185,17 +157,13 @@ class Summary:
             _share(self.accepts[depth], self.attempts[depth]) for depth in sorted(self.attempts)
         ]
 
-    @property
-    def mean_position(self) -> float:
-        """Mean absolute position of the rejected tokens."""
-        return _share(self.position_sum, self.rejections)
-
-    @property
-    def mean_offset(self) -> float:
-        """Their mean offset from the prompt's end."""
-        return _share(
-            sum(offset * number for offset, number in self.offsets.items()), self.rejections
-        )
+    def __str__(self) -> str:
+        """Returns acceptance per depth and causes of rejections, in a line each."""
+        depths = enumerate(self.acceptance_per_depth, 1)
+        lines = [f"{self.rounds} rounds, {self.rejections} ended in a rejection"]
+        lines += [f"  depth {depth}: {share:.1%} accepted" for depth, share in depths]
+        lines += [f"  {self.share(name):6.1%} {name}: {why}" for name, why in CAUSES.items()]
+        return "\n".join(lines)
 
     def merge(self, other: Summary) -> None:
         """Adds the sums of other rejections."""
@@ -206,19 +174,6 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         # Not `asdict`: on Python 3.11 it turns a Counter's items into its keys.
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Summary:
-        """Makes sums from the result of `to_json`, with integer keys that JSON made strings.
-
-        Raises:
-          KeyError: a field is missing.
-        """
-        values = {f.name: record[f.name] for f in dataclasses.fields(cls)}
-        for name in ("attempts", "accepts", "offsets", "entropies"):
-            values[name] = Counter({int(key): count for key, count in values[name].items()})
-        values["causes"] = Counter(values["causes"])
-        return cls(**values)
 
 
 class Collector:
@@ -265,8 +220,7 @@ class Collector:
           slots: the samples that ran in the B slots during the chunk; None for an empty slot.
         """
         ran = (rejections.accepted >= 0) & np.array([slot is not None for slot in slots])
-        prompt_lens = np.array([slot.prompt_len if slot else 0 for slot in slots])
-        self._sums.add(rejections, ran, prompt_lens)
+        self._sums.add(rejections, ran)
         rounds, columns = np.nonzero(ran & rejections.valid)
         kept = max(0, min(len(rounds), self.max_records - len(self.records)))
         where = rounds[:kept], columns[:kept]
@@ -312,39 +266,6 @@ class Collector:
             for rejection in self.records:
                 _write_line(file, "rejection", rejection.to_json())
         return path
-
-
-def read_jsonl(path: str | Path) -> Collector:
-    """Reads a collector from a file of `write_jsonl`, or from several, concatenated.
-
-    A damaged last line, as a kill leaves it, is skipped with a warning.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no telemetry file, or damaged before its last line.
-    """
-    lines = Path(path).read_bytes().splitlines()
-    rejections, sums, tallies = [], Summary(), 0
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if record["kind"] == "tally":
-                sums.merge(Summary.from_json(record))
-                tallies += 1
-            else:
-                rejections.append(Rejection.from_json(record))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number < len(lines) or number == 1:
-                raise ValueError(
-                    f"{path}, line {number}: expected a telemetry record (an object whose kind is "
-                    f"'tally' or 'rejection'), got {line[:60].decode(errors='replace')!r}"
-                ) from error
-            warnings.warn(f"{path}: skipped its damaged last line, {number}", stacklevel=2)
-    if not tallies:
-        raise ValueError(f"{path}: no tally among its {len(lines)} lines; is it a telemetry file?")
-    collector = Collector(max(MAX_RECORDS, len(rejections)))
-    collector.records, collector._sums = rejections, sums
-    return collector
 
 
 def _cause_numbers(found: Any) -> np.ndarray:

@@ -29,7 +29,6 @@ import numpy as np
 from specjax.checkpoint.weights import read_config, read_head
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
-from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import ControlConfig
 from specjax.engine.llm import LLM
 from specjax.engine.request import InvalidLogitsError
@@ -37,9 +36,8 @@ from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.kernels.dispatch import device_of
-from specjax.spelling import Spell, python
 from specjax.tokenizer import prompt_ids
-from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
+from specjax.verify.chi_square import ALPHA, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
 from specjax.verify.verdict import Check, InputError, Verdict
 
@@ -60,7 +58,6 @@ def load(
     spec: SpecConfig | None = None,
     dtype: str = AUTO,
     revision: str | None = None,
-    spell: Spell = python,
     control: ControlConfig | Mapping[str, Any] | str | None = None,
     attention: str = "auto",
 ) -> LLM:
@@ -72,7 +69,7 @@ def load(
       model: a Hugging Face directory or id, or a GGUF file.
       spec: how to speculate; None: `SpecConfig()`.
       revision: branch, tag or commit of an id.
-      dtype, spell, control: see `LLM`.
+      dtype, control: see `LLM`.
       attention: see `EngineConfig`.
 
     Raises:
@@ -101,7 +98,6 @@ def load(
         max_batch=batch,
         max_len=max_len,
         dtype=dtype,
-        spell=spell,
         control=control,
         engine=EngineConfig(attention=attention),
     )
@@ -110,22 +106,18 @@ def load(
 
 
 def check(
-    model: LLM | str | Path,
-    spec: SpecConfig | None = None,
+    llm: LLM,
     *,
     prompt: str | Sequence[int] | None = None,
     samples: int | None = None,
     requests: int = 16,
-    dtype: str = AUTO,
     seed: int = 0,
     progress: bool = False,
 ) -> Verdict:
     """Checks identity with plain decoding, and the distribution of tokens.
 
     Args:
-      model: a Hugging Face directory or id, or an `LLM` that speculates (then `spec` and `dtype`
-        are its own).
-      spec: how to speculate; None is `SpecConfig()`.
+      llm: what `load` returns, or another `LLM` that speculates.
       prompt: text, or token ids, after which the distribution is checked; None draws eight tokens.
       samples: number of samples for each set of sampling options; None: `usual_samples`.
       requests: number of requests of the identity check, with one or two samples each.
@@ -137,12 +129,6 @@ def check(
     Raises:
       InputError: the input cannot be checked; the model may be right or wrong.
     """
-    if isinstance(model, LLM):
-        if spec is not None:
-            raise InputError("an LLM has its own SpecConfig; pass spec with a directory only")
-        llm, name = model, model.cfg.model_type
-    else:
-        llm, name = load(model, spec, dtype), str(model)
     if llm.spec is None:
         raise InputError("this LLM decodes plainly, which leaves nothing to check; give it a spec")
     samples = usual_samples(llm) if samples is None else samples
@@ -162,13 +148,12 @@ def check(
     except InvalidLogitsError as error:
         raise InputError(f"there is nothing to compare: {error}") from error
     return Verdict(
-        model=name,
+        model=llm.cfg.model_type,
         strategy=", ".join(map(str, llm.drafting.strategies)),
         acceptance=llm.spec.acceptance,
         source=llm.drafting.named(),
         dtype=llm.cfg.run.compute_dtype,
         checks=tuple(checks),
-        notes=tuple(_notes(llm)),
     )
 
 
@@ -195,21 +180,4 @@ def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
     if not ids or wrong:
         got = f"token id {wrong[0]}" if wrong else "none"
         raise InputError(f"expected a prompt of token ids below {vocab}, got {got}")
-    if len(ids) + LENGTH > llm.max_len:
-        raise InputError(
-            f"the prompt has {len(ids)} tokens; with {LENGTH} more it must fit into {llm.max_len}"
-        )
     return ids
-
-
-def _notes(llm: LLM):
-    if llm.spec.draft == RANDOM_DRAFT:
-        yield (
-            "drafts come from a random head: verdicts are valid, but few drafts are accepted; "
-            "train a head, or use draft 'ngram', to test accepted drafts"
-        )
-    if llm.cfg.run.compute_dtype != "float32":
-        yield (
-            f"in {llm.cfg.run.compute_dtype} many differences are due to rounding; float32 is a "
-            "sharper test"
-        )

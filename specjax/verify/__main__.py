@@ -21,7 +21,6 @@ from specjax.control.config import Speculation
 from specjax.kernels.names import ATTENTION
 from specjax.models.families import add_family
 from specjax.settings import REQUIRED, option
-from specjax.spelling import dotted, spelled
 from specjax.verify import InputError, Verdict, check, load
 
 
@@ -67,9 +66,6 @@ class VerifyConfig(Speculation):
     json: str | None = None
 
 
-SPELL = dotted({"": VerifyConfig})
-
-
 def main(argv: list[str] | None = None, prog: str = "python -m specjax.verify") -> int:
     """Checks a model and prints the verdict; returns the exit status."""
     description = "Checks that speculative decoding of a model is lossless."
@@ -93,8 +89,7 @@ def _check(cfg: VerifyConfig, prog: str) -> Verdict:
             raise InputError("strategy=off is plain decoding, which leaves nothing to check")
         add_family(cfg.family)
         control = cfg.control_config()
-        model = cfg.model, cfg.spec(), cfg.dtype, cfg.revision, SPELL, control, cfg.attention
-        llm = load(*model)
+        llm = load(cfg.model, cfg.spec(), cfg.dtype, cfg.revision, control, cfg.attention)
         for note in (*llm.notes, f"{prog}: {llm.drafting.described()}"):
             print(note, file=sys.stderr)
         verdict = check(
@@ -106,7 +101,7 @@ def _check(cfg: VerifyConfig, prog: str) -> Verdict:
             progress=True,
         )
     except (ValueError, OSError, CheckpointError) as error:
-        raise InputError(spelled(error, SPELL)) from error
+        raise InputError(str(error)) from error
     return dataclasses.replace(verdict, model=cfg.model)
 
 

@@ -41,7 +41,6 @@ class Verdict:
     Attributes:
       model, strategy, acceptance, source, dtype: the model and the settings that were checked.
       checks: the checks, in the order in which they ran.
-      notes: remarks for the reader of the table.
     """
 
     model: str
@@ -50,7 +49,6 @@ class Verdict:
     source: str
     dtype: str
     checks: tuple[Check, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -76,7 +74,6 @@ class Verdict:
             f"model {self.model}, strategy {self.strategy}, acceptance {self.acceptance}, draft "
             f"source {self.source}, {self.dtype}"
         ]
-        lines += [f"note: {note}" for note in self.notes]
         for check in self.checks:
             lines.append(f"  {check.status:6}  {check.name:{width}}  {check.summary}")
             lines += [f"          {line}" for line in check.details]
@@ -87,18 +84,15 @@ class Verdict:
                 f"{ENOUGH_ACCEPTED} or more) are too few to test the acceptance rule; check the "
                 "draft's weights, use more samples, or try --draft ngram"
             )
-        return "\n".join([*lines, f"verdict: {verdict}", *self._limits()])
-
-    def _limits(self) -> list[str]:
-        """Says which bias the chi-square checks can see, and what more samples would show."""
-        fits = [check.figures for check in self.checks if "visible_bias" in check.figures]
-        if not fits:
-            return []
-        samples, bias = fits[0]["samples"], max(figures["visible_bias"] for figures in fits)
-        return [
-            f"{samples} samples show a bias of {bias:.3f} (total variation of three tokens) about "
-            f"every second time; --samples {16 * samples} would show one of {bias / 4:.3f}"
-        ]
+        lines.append(f"verdict: {verdict}")
+        if biases := [
+            c.figures["visible_bias"] for c in self.checks if "visible_bias" in c.figures
+        ]:
+            lines.append(
+                f"a bias of {max(biases):.3f} (total variation of three tokens) shows about every "
+                "second time, half of it with four times the --samples"
+            )
+        return "\n".join(lines)
 
     def write(self, path: str | Path) -> None:
         """Writes JSON, in which null stands for an infinite statistic."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import collections
 import io
-import math
 import mmap
 import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -97,36 +96,24 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             [name] = [name for name in names if name.endswith("data.pkl")]
             folder = name.removesuffix("data.pkl")
             if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
-                raise UnsupportedModelError(
-                    f"{file} was written on a machine of another byte order, expected "
-                    "little-endian numbers; convert it to safetensors there"
-                )
+                raise ValueError("its numbers are not little-endian")
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             value = _Unpickler(file, archive, folder, content).load()
     except (CheckpointError, UnsupportedModelError):
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist") from None
     except Exception as error:  # a damaged pickle or archive raises almost anything
         raise CheckpointError(
             pointer_problem(file)
             or f"{file} is damaged, or no file of torch.save 1.6 or later ({error}); {_ADVICE}"
         ) from error
-    tensors = isinstance(value, dict) and value.items()
-    if not tensors or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors):
+    if not (
+        isinstance(value, dict) and value and all(isinstance(t, Tensor) for t in value.values())
+    ):
         raise UnsupportedModelError(
             f"{file} holds something other than a dictionary of tensors by name; save the model's "
             "state_dict alone"
         )
     return value
-
-
-class _Storage(NamedTuple):
-    """A storage as a pickle names it."""
-
-    dtype: np.dtype
-    key: str
-    count: int
 
 
 class _Unpickler(pickle.Unpickler):
@@ -152,39 +139,33 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in self._admitted:
             raise UnsupportedModelError(
-                f"{self._file} names {module}.{name}, expected tensors alone; nothing that it "
-                "names was run. Save the model's state_dict, or convert it to safetensors"
+                f"{self._file} names {module}.{name}, which was not run; expected tensors alone"
             )
         return self._admitted[f"{module}.{name}"]
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> tuple[np.dtype, memoryview]:
+        """Returns dtype and bytes of a storage, which stay in the file until they are used."""
         _, dtype, key, _, count = pid
-        return _Storage(np.dtype(dtype), key, count)
-
-    def _tensor(
-        self, storage: _Storage, offset: int, shape: tuple, strides: tuple, *_: Any
-    ) -> Tensor:
-        """Returns the view of a storage that `torch._utils._rebuild_tensor_v2` would make."""
-        if min((offset, *shape, *strides)) < 0:
-            raise ValueError(f"a tensor has the sizes {shape} and strides {strides}")
-        if math.prod(shape) == 0:
-            return Tensor(np.empty(shape, storage.dtype))
-        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if last >= storage.count:
-            raise ValueError(
-                f"a tensor {list(shape)} with strides {list(strides)} from {offset} on is outside "
-                f"of its storage of {storage.count} numbers"
-            )
-        steps = tuple(step * storage.dtype.itemsize for step in strides)
-        numbers = self._numbers(storage)[offset:]
-        return Tensor(np.lib.stride_tricks.as_strided(numbers, shape, steps, writeable=False))
-
-    def _numbers(self, storage: _Storage) -> np.ndarray:
-        """Returns the numbers of a storage, which stay in the file until they are used."""
-        entry = self._archive.getinfo(f"{self._folder}data/{storage.key}")
-        size = storage.count * storage.dtype.itemsize
+        entry = self._archive.getinfo(f"{self._folder}data/{key}")
+        size = count * dtype.itemsize
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < size:
-            raise ValueError(f"storage {storage.key} is compressed or shorter than {size} bytes")
+            raise ValueError(f"storage {key} is compressed or shorter than {size} bytes")
         header = self._content[entry.header_offset : entry.header_offset + 30]
         begin = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
-        return np.frombuffer(self._content, storage.dtype, storage.count, begin)
+        return dtype, memoryview(self._content)[begin : begin + size]
+
+    def _tensor(
+        self,
+        storage: tuple[np.dtype, memoryview],
+        offset: int,
+        shape: tuple,
+        strides: tuple,
+        *_: Any,
+    ) -> Tensor:
+        """Returns the view of a storage that `torch._utils._rebuild_tensor_v2` would make.
+
+        numpy raises ValueError for a view that leaves the storage.
+        """
+        dtype, content = storage
+        steps = [step * dtype.itemsize for step in strides]
+        return Tensor(np.ndarray(shape, dtype, content, offset * dtype.itemsize, steps))

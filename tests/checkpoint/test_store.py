@@ -1,6 +1,5 @@
 """Checkpoints survive kills, damage, full disks and other meshes, and say so when they do not."""
 
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import optax
 import pytest
 
 from specjax.checked_json import CheckpointError
-from specjax.checkpoint.store import Checkpointer, load_draft, save_draft
+from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import fitted_to
 
 
@@ -284,29 +283,3 @@ def test_a_disk_that_cannot_take_the_save_is_reported_and_loses_nothing(tmp_path
     assert "MiB free on that disk" in lines[0] and lines[0].endswith("untouched: [1, 2]")
     assert lines[1:] == ["[1, 2] ['1', '2']", "[2, 3]"]
     assert "Traceback" not in err
-
-
-def test_a_draft_head_is_saved_and_loaded_without_its_policy(tmp_path):
-    head = {"proj": jnp.arange(8.0).reshape(4, 2), "layer": {"q": jnp.ones((1, 2, 2))}}
-    pending = save_draft(tmp_path / "head", head, {"mtp_num_layers": 1})
-    pending.result()
-    assert pending.done()
-    loaded, meta = load_draft(tmp_path / "head")
-    _assert_same(loaded, head)
-    assert meta == {"mtp_num_layers": 1}
-
-
-def test_loading_a_draft_head_that_is_not_one_is_a_clear_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no draft head at"):
-        load_draft(tmp_path / "absent")
-    with Checkpointer(tmp_path / "run") as saver:
-        saver.save(0, {"policy": _params()}, {})
-    with pytest.raises(CheckpointError, match=r"holds \['policy'\]: expected a draft-only"):
-        load_draft(tmp_path / "run" / "0")
-    save_draft(tmp_path / "head", {"proj": jnp.ones((64, 64))}, {}, block=True)
-    with pytest.raises(CheckpointError, match="exists"):
-        save_draft(tmp_path / "head", {"proj": jnp.ones(2)}, {})
-    manifest = json.loads((tmp_path / "head" / "specjax_manifest.json").read_text())
-    (tmp_path / "head" / next(iter(manifest))).unlink()
-    with pytest.raises(CheckpointError, match="is damaged .*missing"):
-        load_draft(tmp_path / "head")

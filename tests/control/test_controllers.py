@@ -28,7 +28,7 @@ CONFIGS = {
     "untabled": ControlConfig(strategies=("2_1_3", "4_1_5")),
     "bandit": ControlConfig("bandit", ("8_4_32", "off", "2_1_3"), bandit=BanditConfig(window=4)),
     "length": ControlConfig(
-        "bandit", ("8_4_32", "off"), bandit=BanditConfig(reward="accept_length", score="mean")
+        "bandit", ("8_4_32", "off"), bandit=BanditConfig(reward="accept_length")
     ),
     "ema": ControlConfig("ema", ema=EmaConfig((0, 1, 3, 7), 0.5, 1, 2)),
     "static": ControlConfig("static", ("4_1_5",)),
@@ -128,7 +128,6 @@ def test_above_its_threshold_a_controller_does_not_speculate():
 def test_what_must_be_compiled():
     assert arms(ControlConfig("ema")) == ["1_1_2", "3_1_4", "7_1_8"]
     assert arms(ControlConfig("ema", ema=EmaConfig((0, 2)), bs_threshold=8)) == ["off", "2_1_3"]
-    assert arms(ControlConfig("ema", initial="8_4_32")) == ["8_4_32"]
     assert arms(ControlConfig("static", initial="4_1_5", bs_threshold=2)) == ["4_1_5", "off"]
     assert arms(ControlConfig("bandit", ("disable", "none", "2_1_3"))) == ["off", "2_1_3"]
     assert "off" in arms(ControlConfig())
@@ -156,6 +155,7 @@ def test_maps_configure_as_dataclasses_do():
         ({"strategies": "4_1_5"}, "strategies must be a list"),
         ({"strategies": ["4_1_9"]}, "use '4_1_5'"),
         ({"bs_threshold": -1}, "bs_threshold must be at least 0"),
+        ({"controller": "ema", "initial": "8_4_32"}, "chooses among chains"),
         ({"ema": {"alpha": 1}}, "unexpected keyword argument 'alpha'"),
     ],
 )
@@ -168,9 +168,7 @@ def test_a_wrong_configuration_is_refused(settings, message):
     ("config", "setting", "values"),
     [
         (GoodputConfig, "hysteresis", [-0.1]),
-        (GoodputConfig, "probe_fraction", [1.0]),
-        (GoodputConfig, "half_life", [0.0]),
-        (GoodputConfig, "prior", [1.5, math.nan]),
+        (GoodputConfig, "probe_fraction", [1.0, math.nan]),
         (BanditConfig, "thresholds", [(), (2, 2), (0, 2)]),
         (BanditConfig, "epsilon", [1.5]),
         (BanditConfig, "reward", ["speed"]),

@@ -1,7 +1,5 @@
 """EMA tiers: the reference's test vectors, the rules one by one, and life with chunks."""
 
-import json
-
 import pytest
 from scripted import observed
 
@@ -91,15 +89,3 @@ def test_a_chunk_of_another_tier_is_not_counted():
     assert feed(controller, [2, 2]) == [3]
     controller.observe(observed(2, "7_1_8", [[0, 0]], 1.0))
     assert (controller.steps, controller.count) == (3, 1)
-
-
-def test_the_file_has_exactly_the_known_keys(tmp_path):
-    keys = {"candidate_steps": [2, 4], "ema_alpha": 0.5, "warmup_batches": 3, "update_interval": 2,
-            "down_hysteresis": 0.0, "up_hysteresis": 0.1}  # fmt: skip
-    (tmp_path / "a.json").write_text(json.dumps(keys))
-    (tmp_path / "a.yaml").write_text("candidate_steps: [2, 4]\nema_alpha: 0.5\n")
-    assert EmaConfig.from_file(tmp_path / "a.json") == EmaConfig((2, 4), 0.5, 3, 2, 0.0, 0.1)
-    assert EmaConfig.from_file(tmp_path / "a.yaml") == EmaConfig((2, 4), 0.5)
-    (tmp_path / "b.json").write_text('{"candidate_step": [1]}')
-    with pytest.raises(ValueError, match="candidate_step"):
-        EmaConfig.from_file(tmp_path / "b.json")

@@ -212,23 +212,6 @@ def test_a_sudden_change_overrules_what_was_counted():
 # --- what is observed ----------------------------------------------------------------------------
 
 
-def test_slots_that_opt_out_count_where_a_strategy_is_chosen():
-    """A draft round that brings two samples four tokens each must not cost thirty others time."""
-    costs = CostTable([32], {"off": [1e-3], "3_1_4": [2e-3]})
-    for opted_out, best in ((0, "3_1_4"), (30, "off")):
-        controller, chosen = Goodput(("off", "3_1_4"), costs), []
-        for _ in range(200):
-            chosen.append(name := controller.select(32))
-            accepted = np.full((8, 32), -1)
-            accepted[:, : 32 - opted_out] = 3 if name == "3_1_4" else 0
-            accepted[:, 32 - opted_out :] = -1 if name == "3_1_4" else 0
-            seconds = 8 * costs.seconds(name, 32)
-            controller.observe(
-                Observation(32, name, accepted, seconds, rounds=8, opted_out=opted_out)
-            )
-        assert chosen[100:].count(best) > 80
-
-
 def test_drafts_behind_the_end_of_a_sample_count_for_nothing():
     """Deep drafts are all accepted, and samples are three tokens long: a shallow chain wins."""
     costs = CostTable([4], {"2_1_3": [1.0], "7_1_8": [1.5]})

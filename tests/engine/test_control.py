@@ -112,7 +112,7 @@ def test_drafting_that_loses_is_told_by_measured_costs(slower):
 
 def test_control_without_speculation_and_over_what_has_no_common_program_is_refused():
     control = ControlConfig(strategies=ARMS)
-    with pytest.raises(ValueError, match="spec says that there is no speculation"):
+    with pytest.raises(ValueError, match="spec=None says that there is no speculation"):
         LLM((CFG, *weights()), None, max_len=32, control=control)
     for arms, rows, reason in (
         (("off", "2x2", "3_2_6"), 48, "no tree holds both '3_2_6' .* and '2x2'"),

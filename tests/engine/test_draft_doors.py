@@ -24,7 +24,6 @@ from specjax.engine.sources import (
     settle_draft,
 )
 from specjax.interfaces import Draft
-from specjax.spelling import SettingError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "eagle3"
 POLICY = hf.read_config(GOLDEN / "policy")
@@ -98,14 +97,14 @@ def test_a_file_bare_weights_and_an_empty_directory_are_no_head(tmp_path):
     ("word", "hint"),
     [
         ("", "expected auto, checkpoint"),
-        ("NGRAM", "did you mean draft='ngram'?"),
-        ("none", "did you mean strategy='off'?"),
-        ("eagle3", "draft='random' and draft_kind='eagle3'"),
+        ("NGRAM", "did you mean draft=ngram?"),
+        ("none", "did you mean strategy=off?"),
+        ("eagle3", "draft=random and draft_kind=eagle3"),
         ("zzz", "got 'zzz'"),
     ],
 )
 def test_a_wrong_word_has_a_hint_and_is_no_directory(word, hint):
-    with pytest.raises(SettingError) as raised:
+    with pytest.raises(ValueError) as raised:
         settle_draft(SpecConfig("2_1_3", draft=word), None, None)
     assert hint in str(raised.value)
 
@@ -119,7 +118,7 @@ class Own(Draft):
 
 @pytest.mark.parametrize("name", ["os:getcwd", "os:PathLike", "os:nothing", "no_one:x"])
 def test_what_is_no_class_of_drafts_is_an_error_of_the_setting(name):
-    with pytest.raises(SettingError, match=f"draft='{name}'.*: (expected a class|cannot load)"):
+    with pytest.raises(ValueError, match=f"draft={name}.*: (expected a class|cannot load)"):
         settle_draft(SpecConfig("2_1_3", draft=name), None, None)
 
 

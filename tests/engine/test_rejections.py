@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import oracle
@@ -162,18 +159,3 @@ def test_the_environment_variable_switches_it_on_and_the_config_has_the_last_wor
     assert build(strategy="2_1_3", telemetry=False).telemetry is None
     monkeypatch.setenv("SPECJAX_TELEMETRY", "0")
     assert build(strategy="2_1_3").telemetry is None
-
-
-@pytest.mark.slow
-def test_a_run_is_written_and_printed(tmp_path):
-    llm, _ = ran(*CHAIN)
-    path = llm.telemetry.write_jsonl(tmp_path / "run.jsonl")
-    done = subprocess.run(
-        [sys.executable, "-m", "specjax.telemetry", str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{llm.telemetry.summary().rejections:,}" in done.stdout

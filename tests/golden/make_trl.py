@@ -41,7 +41,6 @@ CASES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
     "dual_clip": {**DAPO, "delta": 1.5},
     "kl": {**DAPO, "beta": BETA, "use_bias_correction_kl": False},
-    "kl_corrected": {**DAPO, "beta": BETA, "use_bias_correction_kl": True},
     "entropy": {**DAPO, "entropy_coef": 0.05},
 }
 CASES |= {

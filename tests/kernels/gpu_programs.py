@@ -83,15 +83,15 @@ class Wanted(NamedTuple):
 PROGRAMS = {
     "plain": Wanted("off", (8,)),
     "plain, one graph": Wanted("off", (8,), graph=True),
-    "plain, one sequence": Wanted("off", (1,), attention="library"),
+    "plain, one sequence": Wanted("off", (1,), attention="library:cudnn"),
     "plain, float32": Wanted("off", (8,), FLOAT32),
     "plain, heads of 256": Wanted("off", (8,), WIDE_HEADS),
     "plain, four devices": Wanted("off", (8,), devices=4),
     "chain": Wanted(CHAIN, (8,)),
     "chain, one graph": Wanted(CHAIN, (8,), features=Features(top_p=True), graph=True),
-    "chain by cuDNN": Wanted(CHAIN, (16,), attention="library"),
+    "chain by cuDNN": Wanted(CHAIN, (16,), attention="library:cudnn"),
     "prefill": Wanted("prefill", (4, 128)),
-    "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library"),
+    "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library:cudnn"),
 }
 
 # Updates of the policy, by `bench.compiled update`; a length that is no width of the model.

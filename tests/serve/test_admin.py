@@ -18,7 +18,7 @@ from serve.settings import load_llm
 from specjax import LLM, EngineConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
-from specjax.checkpoint.store import Checkpointer, save_draft
+from specjax.checkpoint.store import Checkpointer
 from specjax.drafts.mtp import init_head_params
 
 PROMPT = "17+25+8="
@@ -65,8 +65,7 @@ def others(tmp_path_factory, weights):
     hf.save_checkpoint(where / "hf", cfg, policy, head)
     with Checkpointer(where / "run") as checkpoints:
         checkpoints.save(4, {"policy": policy, "draft": head}, {}, block=True)
-    switches = {n: getattr(cfg, n) for n in ("mtp_concat", "mtp_target_hidden", "mtp_recycle")}
-    save_draft(where / "draft", head, switches, block=True)
+    hf.save_head(where / "head.safetensors", cfg, head)
     return where
 
 
@@ -164,7 +163,9 @@ def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
 def test_a_training_run_and_a_head_alone_are_taken(restored: Server, others):
     own = restored.get("/server_info").json()["weights"]["checksums"]
     before = ask(restored)
-    head = restored.post("/update_weights", json={"path": str(others / "draft"), "what": "head"})
+    head = restored.post(
+        "/update_weights", json={"path": str(others / "head.safetensors"), "what": "head"}
+    )
     assert head.status_code == 200, head.text
     sums = head.json()["checksums"]
     assert sums["policy"] == own["policy"] and sums["head"] != own["head"]
@@ -226,7 +227,7 @@ def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(
 
 BAD = {
     "nothing there": ({"path": "/nowhere"}, "no such file"),
-    "no policy in it": ({"path": "draft"}, "what='head'"),
+    "no policy in it": ({"path": "head.safetensors"}, "expected a checkpoint directory"),
     "a step that is not there": ({"path": "run", "step": 9}, "9"),
     "a damaged file": ({"path": "broken"}, "damaged"),
     "another model": ({"path": "larger"}, "rope.theta"),

@@ -25,7 +25,7 @@ PROGRAMS = {
 REFUSED = [
     ("rl", "data.path=f data.min_terms=3", "data.min_terms=3 has no effect: it needs no data.path"),
     ("rl", "data.prompt_key=q", "it needs rows with columns, of data.path"),
-    ("rl", "data.unwinnable=drop data.path=f reward=m:f", "a built-in reward that compares"),
+    ("rl", "data.unwinnable=keep data.path=f reward=m:f", "a built-in reward that compares"),
     ("rl", "data.slip=0.5", "which train.sft reads"),
     ("rl", "data.task=reasoning_gym", "set data.dataset"),
     ("rl", "data.seed=4294967296", "data.seed: expected a number below"),
@@ -38,8 +38,6 @@ REFUSED = [
     ("rl", "rollout.n=1", "rollout.n: expected at least 2"),
     ("rl", "rollout.partial=true", "raise over_sample"),
     ("rl", "rollout.control={} rollout.acceptance=block", "would depend on the clock"),
-    ("rl", "rollout.control.fastrl={enable: true, mode: 1}", "speculative has unknown keys mode"),
-    ("rl", "rollout.control.controller=ema rollout.control.ema_file=no.json", "no.json"),
     ("rl", "rollout.strategy=off draft.mode=online", "it needs a head to train"),
     ("rl", "rollout.draft=ngram draft.mode=online", "it needs a head to train"),
     ("rl", "draft.mode=none rollout.strategy=6_1_7", "draft.mode=none turn off"),
@@ -49,7 +47,6 @@ REFUSED = [
     ("rl", "draft.spot.enabled=true rollout.strategy=off rollout.replicas=2", "none to train"),
     ("rl", "algo=dapo algo.overlong_buffer_len=2000 rollout.max_tokens=100", "at most"),
     ("rl", "algo.clip_ratio=0.1", "it needs tokens of an older policy"),
-    ("rl", "algo.objective=gspo algo.importance_sampling_level=sequence", "it needs algo.tis"),
     ("rl", "algo.objective=gpro", "algo.objective: unknown objective 'gpro'"),
     ("rl", "algo=dapa", "algo.preset: unknown 'dapa'; did you mean 'dapo'?"),
     ("rl", "algo=rloo algo.normalize_std=false", "unknown key 'algo.normalize_std'"),
@@ -110,9 +107,7 @@ SPECULATION = [
     ("control.controller=static control.strategies=[1_1_2,2_1_3]", "static takes a single one"),
     ("control.controller=static control.initial=2_1_3 strategy=6_1_7", "that may choose it"),
     ("control.initial=2_1_3", "controller=static or ema"),
-    ("control.controller=bandit control.goodput.prior=0.1", "controller is bandit"),
-    ("control.fastrl={enable: false} draft=random", "it needs speculation"),
-    ("control.fastrl={eagle: {mab_configs: [2_1_3]}} control.bs_threshold=3", "fastrl"),
+    ("control.controller=bandit control.goodput.hysteresis=0.1", "controller is bandit"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_rows_that_follow_a_step_have_the_same_loss_with_less_padding(thin_polic
     ("changes", "start", "step"),
     [
         ({"rollout.temperature": 0}, "rollout.temperature=0", "no group has differing rewards"),
-        ({"optim.lr": 0}, "optim.lr=0", None),
+        ({"optim.lr": 0}, "optim.lr", None),
     ],
 )
 def test_a_run_that_cannot_learn_says_so(thin_policy, tmp_path, capsys, changes, start, step):

@@ -19,6 +19,7 @@ from train.data.prompts import Prompts
 from train.data.rows import problems
 from train.data.samples import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
 from train.draft_schema import DraftRunConfig
+from train.loss.policy import PolicyTrainer
 from train.run.files import read_metrics
 
 SETTINGS = {
@@ -188,11 +189,14 @@ def test_the_exported_head_has_the_accept_length_that_was_measured(kind, run, th
 
 
 def test_states_that_are_kept_give_the_same_head(run, thin_policy, tmp_path, capsys):
-    files = tmp_path / "states"
-    on_disk = {"states": "cache", "cache_dir": files, "eval__problems": 0}
-    draft.main(arguments(thin_policy, tmp_path / "disk", **on_disk))
-    assert_same_head(tmp_path / "disk", run)
-    assert len(list(files.glob("*.states"))) > 3
+    computed, states = [], PolicyTrainer.states
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyTrainer, "states", lambda *a: computed.append(1) or states(*a))
+        kept = {"states": "cache", "eval__problems": 0}
+        draft.main(arguments(thin_policy, tmp_path / "kept", **kept))
+    assert_same_head(tmp_path / "kept", run)
+    updates = max(record["step"] for record in read_metrics(tmp_path / "kept"))
+    assert 3 < len(computed) < updates, "once for each micro-batch"
     capsys.readouterr()
 
 
@@ -232,7 +236,7 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(run, thin_policy, t
     for name, time in blocks.items():
         assert (out / "samples" / name).stat().st_mtime_ns == time, "it was generated again"
     draft.main([*arguments(thin_policy, out, **changes), "--resume"])
-    assert "resumed at update 4" in capsys.readouterr().out
+    assert "resumed at step 4" in capsys.readouterr().out
     assert_same_head(out, run)
     steps = [record["step"] for record in read_metrics(out)]
     assert steps == list(range(1, steps[-1] + 1))

@@ -50,10 +50,10 @@ def test_a_choice_of_the_user_is_followed():
     assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
 
 
-def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_says_so():
+def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is():
     cfg, said = settled("draft.mtp_loss_scaling_factor=0", has_head=True)
     assert (cfg.rollout.draft != "ngram", cfg.draft.mode) == (True, "frozen")
-    assert "draft.mtp_loss_scaling_factor=0" in said
+    assert "draft.mode=frozen" in said
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,6 @@ def test_where_bits_would_reach_the_weights_nothing_is_chosen_by_the_clock(has_h
     [
         (["draft.mode=online"], False, "no draft head; set rollout.draft=random"),
         (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 has no effect"),
-        (["checkpoint.draft_only=true"], False, "draft_only=true has no effect"),
         (
             ["rollout.ngram_max=6"],
             True,

@@ -1,6 +1,5 @@
-"""`python -m train.eval` without a model: settings that it takes from a run, and its files."""
+"""`python -m train.eval` without a model: settings that it takes from a run."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from specjax import interrupts
 from specjax.command_line import parse_config
 from train import eval as program
-from train.rollout.evaluation import Evaluated
 
 
 def run_directory(path: Path, text: str) -> Path:
@@ -45,19 +43,3 @@ def test_the_head_that_a_run_trained_drafts(tmp_path, filed, typed, is_run, draf
     cfg, _ = parse_config(program.EvalConfig, ["--config", str(file), *typed])
     program._draft_with_trained_head(cfg, is_run)
     assert cfg.rollout.draft == drafts
-
-
-# --- results -------------------------------------------------------------------------------------
-
-NOTHING = Evaluated({}, None, {None: [], "a": []})
-
-
-def test_results_of_an_earlier_evaluation_are_moved_aside(tmp_path, capsys):
-    for step in (40, 20, 10):
-        program._write(tmp_path, {"step": step}, NOTHING)
-    steps = [json.loads((tmp_path / name / "eval.json").read_text())["step"]
-             for name in (".", "earlier-1", "earlier-2")]  # fmt: skip
-    assert steps == [10, 40, 20]
-    files = ["eval-a.jsonl", "eval-heldout.jsonl", "eval.json"]
-    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == files
-    assert "moved to" in capsys.readouterr().out

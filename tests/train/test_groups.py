@@ -15,7 +15,6 @@ from specjax.engine.sequence import Finished
 from specjax.parallel.agreement import SingleHost
 from train.data.tasks.layout import Problem
 from train.rollout.groups import (
-    Filter,
     Group,
     GroupStatus,
     Response,
@@ -277,40 +276,23 @@ def test_what_is_carried_was_cut_to_the_budget_and_knows_which_step_sampled_it(w
                 assert finish or sampled.count(step) == budget
 
 
-def scored_group(*rewards, parts=None) -> Group:
+def scored_group(*rewards) -> Group:
     """A complete group of samples of three tokens."""
     responses = [
-        Response([1, 2, 3], emitted=3, finish_reason="stop", reward=reward, parts=part)
-        for reward, part in zip(rewards, parts or [()] * len(rewards), strict=True)
+        Response([1, 2, 3], emitted=3, finish_reason="stop", reward=reward) for reward in rewards
     ]
     return Group(0, 1, 1, Problem("", "", 0), [1], responses, list(rewards))
 
 
 @pytest.mark.parametrize(
-    ("rewards", "parts", "keep", "informative"),
-    [
-        ((1, 0), None, Filter(), True),
-        ((1, 1), None, Filter(), False),
-        ((1,), None, Filter(), True),  # nothing to differ from
-        ((1, 0, 0, 0), None, Filter(least=0.25), True),
-        ((1, 0, 0, 0), None, Filter(least=0.3), False),
-        ((1, 1, 1, 0), None, Filter(most=0.75), True),
-        ((1, 1, 1, 0), None, Filter(most=0.7), False),
-        ((0.5,), None, Filter(least=0.6), False),
-        ((1.1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=0), False),  # verl's metric=acc
-        ((1.1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=1), True),
-        ((1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=1), False),  # equal rewards all the same
-        ((1.1, 1), [(1.0, 0.1), (0.9, 0.1)], Filter(part=0, most=0.9), False),
-        ((1.1, 1), [(None, 0.1), (0.9, 0.1)], Filter(part=0, most=0.9), True),
-        ((1.1, 1), [(None, 0.1), (None, 0.1)], Filter(part=0, least=0.9), True),
-    ],
+    ("rewards", "informative"), [((1, 0), True), ((1, 1), False), ((1,), True)]
 )
-def test_a_filter_says_which_groups_teach_something(rewards, parts, keep, informative):
-    group = scored_group(*rewards, parts=parts)
-    assert group.status(keep) == (3, 3, informative)
-    rule = Rule(1, 1, dynamic=True, filter=keep)
-    assert (select(rule, [group.status(rule.filter)]).selected == [0]) == informative
-    ended = end_step(rule, [group], select(rule, [group.status(keep)]), 1, partial=True)
+def test_groups_whose_rewards_differ_teach_something(rewards, informative):
+    group = scored_group(*rewards)
+    assert group.status == (3, 3, informative)
+    rule = Rule(1, 1, dynamic=True)
+    assert (select(rule, [group.status]).selected == [0]) == informative
+    ended = end_step(rule, [group], select(rule, [group.status]), 1, partial=True)
     assert (ended.selected == [0]) == informative and not ended.carried
 
 

@@ -55,7 +55,7 @@ PARTIAL = {
 EVERYTHING_SAVED = {
     "rollout.prompts": 3, "algo.updates_per_rollout": 2, "algo.kl_loss_coef": 0.1,
     "algo.max_num_gen_batches": 3, "reward": "tiny_run:rare", "draft.epochs": 2,
-    "eval.problems": 3, "eval.every": 5, "checkpoint.every": 4, "checkpoint.draft_only": "true",
+    "eval.problems": 3, "eval.every": 5, "checkpoint.every": 4,
 }  # fmt: skip
 
 

@@ -82,35 +82,18 @@ CASES = {
     "dr_grpo": ("grpo", DR_GRPO),
     "dapo": ("grpo", {"clip_ratio_high": 0.28}),
     "gspo by token": ("gspo", {"clip_ratio": 0.05, "clip_ratio_high": 0.1}),
-    "gspo by sequence": ("gspo", {"importance_sampling_level": "sequence"}),
     "cispo": ("cispo", {"clip_ratio_high": 0.3}),
     "cispo with a lower bound": ("cispo", {"clip_ratio_high": 0.3, "clip_ratio": 0.2}),
     "rloo": ("rloo", {}),
     "reinforce_pp": ("reinforce_pp", {}),
-    "reinforce_pp with a baseline": ("reinforce_pp", {"group_baseline": True}),
-    "std of the batch": ("grpo", {"normalize_over": "batch"}),
     "dual clip": ("grpo", {"clip_ratio_c": 1.3}),
     "k1 in the loss": ("grpo", {"kl_loss_coef": 0.3, "kl_loss_type": "k1"}),
     "k2 in the loss": ("grpo", {"kl_loss_coef": 0.3, "kl_loss_type": "k2"}),
     "k3 in the loss": ("grpo", {"kl_loss_coef": 0.3}),
-    "k3 with the ratio": ("grpo", {"kl_loss_coef": 0.3, "use_bias_correction_kl": True}),
-    "k1 with the ratio": (
-        "grpo",
-        {"kl_loss_coef": 0.3, "kl_loss_type": "k1", "use_bias_correction_kl": True},
-    ),
     "entropy": ("grpo", {"entropy_coeff": 0.2}),
     "tis of tokens": ("grpo", {"tis": True, "tis_cap": 1.2}),
     "tis of sequences": ("grpo", {"tis": True, "tis_cap": 1.2, "tis_level": "sequence"}),
     "gspo by token, tis": ("gspo", {"tis": True, "clip_ratio": 0.05, "clip_ratio_high": 0.1}),
-    "gspo by sequence, tis": (
-        "gspo",
-        {
-            "tis": True,
-            "importance_sampling_level": "sequence",
-            "clip_ratio": 0.05,
-            "clip_ratio_high": 0.1,
-        },
-    ),
 }
 
 
@@ -132,14 +115,12 @@ def test_loss_and_gradient_are_those_of_the_numpy_reference(case):
         without = algo(objective, **fewer)
         if getattr(without, name) == getattr(cfg, name):
             continue
-        if name == "importance_sampling_level" and not cfg.tis:  # both levels are the same then
-            continue
         other, others, _ = computed(scored(without), without)
         moved = not np.allclose(*(np.concatenate([g for g, _ in x]) for x in (gradients, others)))
         assert moved or other != pytest.approx(loss, rel=1e-4), name
 
 
-NEEDED = {"loss_aggregation": ("loss_",), "kl_loss_coef": ("kl_loss", "use_bias")}
+NEEDED = {"loss_aggregation": ("loss_",), "kl_loss_coef": ("kl_loss",)}
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -172,11 +153,9 @@ def test_advantages_are_those_of_the_formulas():
     group = REWARDS - REWARDS.mean(1, keepdims=True)
     found = {
         "group": algo("grpo").advantages(REWARDS),
-        "batch": algo("grpo", normalize_over="batch").advantages(REWARDS),
         "rloo": algo("rloo").advantages(REWARDS),
     }
     np.testing.assert_allclose(found["group"], group / REWARDS.std(1, keepdims=True), rtol=1e-5)
-    np.testing.assert_allclose(found["batch"], group / REWARDS.std(), rtol=1e-5)
     others = [[(row.sum() - r) / (GROUP - 1) for r in row] for row in REWARDS]
     np.testing.assert_allclose(found["rloo"], REWARDS - others, rtol=1e-6)
     equal = np.full((2, 3), 0.1)
@@ -184,28 +163,18 @@ def test_advantages_are_those_of_the_formulas():
         assert not algo(name).advantages(equal).any()
     with pytest.raises(ValueError, match="raise rollout.n"):
         algo("rloo").advantages(np.ones((2, 1)))
-    with pytest.raises(ValueError, match="raise rollout.n"):
-        algo("reinforce_pp", group_baseline=True).advantages(np.ones((2, 1)))
     assert algo("reinforce_pp").advantages(np.array([[0.0], [1.0]])).shape == (2, 1)
 
 
-def test_groups_of_equal_rewards_have_no_advantages_by_rounding():
-    rewards = np.repeat([[0.1], [0.7], [0.3]], 3, axis=1)
-    for eps in (0.0, 1e-6):
-        objective = ReinforcePP(group_baseline=True, advantage_eps=eps)
-        assert not objective.advantages(rewards).any()
-
-
-@pytest.mark.parametrize("baseline", [False, True])
-def test_reinforce_pp_has_returns_per_token_normalised_over_all_tokens(baseline):
+def test_reinforce_pp_has_returns_per_token_normalised_over_all_tokens():
     rng = np.random.default_rng(0)
     masks = [np.ones(2 + i) for i in range(6)]
     masks[3][1] = 0
     penalties = [rng.random(len(mask)) * mask for mask in masks]
-    found = ReinforcePP(group_baseline=baseline).token_advantages(REWARDS, masks, penalties)
+    found = ReinforcePP().token_advantages(REWARDS, masks, penalties)
     returns = []
     for i, (mask, penalty) in enumerate(zip(masks, penalties, strict=True)):
-        reward = REWARDS[i // GROUP, i % GROUP] - baseline * REWARDS[i // GROUP].mean()
+        reward = REWARDS[i // GROUP, i % GROUP]
         returns.append([reward - sum(penalty[t:]) for t in range(len(mask))])
     inside = np.concatenate(
         [np.array(row)[mask > 0] for row, mask in zip(returns, masks, strict=True)]

@@ -31,7 +31,6 @@ CHANGES = {
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
     "algo.kl_loss_coef": 0.1,
-    "algo.ref_update_steps": 2,
     "optim.warmup_steps": 3,
     "optim.decay_steps": 9,
     "checkpoint.every": 1,

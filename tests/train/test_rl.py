@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.store import load_draft
 from specjax.checkpoint.weights import Head
 from specjax.command_line import parse_config
 from specjax.drafts.mtp import MTPSource
@@ -20,7 +19,7 @@ from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import eval as evaluation
 from train import rl
 from train.heads.files import starting_head
-from train.run.files import read_metrics
+from train.run.files import read_metrics, read_starts
 from train.schema import RLConfig, SFTConfig
 from train.sft import PackedDemonstrations
 
@@ -51,7 +50,7 @@ def same(a, b) -> bool:
 def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 1}
-    changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true", "log.samples": 1000}
+    changes |= {"checkpoint.keep_last": 2, "log.samples": 1000}
     rows = out.with_name("rows.jsonl")
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}\n' for i in range(3)))
     changes |= {"eval.sets.own.path": rows, "eval.sets.own.n": 3, "eval.sets.own.reward": "number"}
@@ -89,22 +88,21 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
 def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, capsys):
     evaluation.main([f"model={run}", f"out={tmp_path}", "step=2"])
     record = read_metrics(run)[2]
-    found = json.loads((tmp_path / "eval.json").read_text())
-    assert [*found["sets"]] == ["heldout", "own", "greedy"], "as the run's config.yaml says"
-    for name, prefix in (("own", "eval/own/"), ("heldout", "eval/")):
-        metrics = found["sets"][name]["metrics"]
-        assert metrics and metrics == {key: record[prefix + key] for key in metrics}
-    assert "reward" in found["sets"]["heldout"]["metrics"] and found["step"] == 2
-    assert found["speed"]["accept_length"] > 1, "it speculates"
-    assert found["code"] and found["versions"]["specjax"]
-    assert {file["setting"] for file in found["data"]} == {
+    [found], [start] = read_metrics(tmp_path), read_starts(tmp_path)
+    metrics = {key: value for key, value in found.items() if key.startswith("eval/")}
+    assert found["step"] == 2 and metrics.pop("eval/accept_length") > 1, "it speculates"
+    assert metrics.pop("eval/tokens_per_sec") > 0
+    assert metrics == {key: record[key] for key in record if key.startswith("eval/")}
+    assert start["code"] and start["versions"]["specjax"]
+    assert {file["setting"] for file in start["data"]} == {
         f"eval.sets.{name}.path" for name in ("own", "greedy")
     }
-    own = found["sets"]["own"]["metrics"]
-    samples = [json.loads(line) for line in (tmp_path / "eval-own.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = [row for row in rows if row["set"] == "own"]
     places = [(sample["problem"], sample["sample"]) for sample in samples]
     assert places == [(i, g) for i in range(3) for g in range(3)]
-    assert np.mean([s["tokens"] for s in samples]) == own["response_length_mean"]
+    lengths = [len(sample["token_ids"]) for sample in samples]
+    assert np.mean(lengths) == found["eval/own/response_length_mean"]
     assert "avg@3" in capsys.readouterr().out
 
 
@@ -140,18 +138,8 @@ def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
         assert all(set(row["origins"]) <= {"d", "b", "p"} for row in of_set)
 
 
-def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
-    assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
-    head, meta = load_draft(run / "draft" / "3")
-    assert same(head, hf.load_checkpoint(run / "hf")[2])
-    assert not same(head, load_draft(run / "draft" / "2")[0])
-    names = {p.key for path, _ in jax.tree_util.tree_leaves_with_path(head) for p in path}
-    assert not names & {"embed", "lm_head"}
-    assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
-
-
-@pytest.mark.parametrize("source", ["draft/3", "hf"])
-def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, source):
+@pytest.mark.parametrize("source", ["checkpoints", "hf"])
+def test_a_run_starts_from_the_head_of_another_run(run, thin_policy, source):
     model, _, own = hf.load_checkpoint(thin_policy)
     own_head = Head(MTPSource(model), own)
     _, found = starting_head(SpecConfig(draft=str(run / source)), model, own_head, None)
@@ -179,7 +167,7 @@ def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys):
     model = tiny_run.write_policy(tmp_path / "headless", with_head=False)
     argv = tiny_run.arguments(model, tmp_path / "run", draft__mode="online")
     message = refusal(capsys, argv)
-    assert "no draft head" in message and "rollout.draft=random" in message
+    assert "no draft head" in message and "draft=random" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -34,11 +34,9 @@ def same(a, b) -> bool:
 
 @pytest.fixture(scope="module")
 def run(thin_model, tmp_path_factory):
-    """Two steps of an online run, saved after each, with the head alone beside them."""
+    """Two steps of an online run, saved after each."""
     out = tmp_path_factory.mktemp("eagle3")
-    argv = tiny_run.arguments(
-        thin_model, out / "run", **EAGLE3, **{"checkpoint.every": 1, "checkpoint.draft_only": True}
-    )
+    argv = tiny_run.arguments(thin_model, out / "run", **EAGLE3, **{"checkpoint.every": 1})
     rl.main(argv)
     return out / "run"
 
@@ -72,18 +70,17 @@ def test_the_head_is_trained_and_moves_no_bit_of_the_policy(modes):
 def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
     cfg = load_model(thin_model, "float32").cfg
     online = modes["online"][0]
-    for path in (run / "draft" / "2", run):
-        assert kind_of(path) is Eagle3Source
-        _, head = load_head(str(path), cfg)
-        assert same(head.params, online.head)
-        assert head.source.cfg.taps == online.source.cfg.taps
+    assert kind_of(run) is Eagle3Source
+    _, head = load_head(str(run), cfg)
+    assert same(head.params, online.head)
+    assert head.source.cfg.taps == online.source.cfg.taps
     whole = load_model(run, "float32")
     assert same(whole.head.params, online.head) and whole.cfg.mtp_num_layers == 0
 
 
 @pytest.mark.slow
 def test_the_saved_head_drafts_in_other_programs(run, thin_model, tmp_path):
-    head = str(run / "draft" / "2")
+    head = str(run)
     again = trainer(thin_model, tmp_path, **{"rollout.draft": head, "draft.mode": "frozen"})
     assert same(again.head, load_head(head, again.model)[1].params)
     assert any(line.startswith("draft: EAGLE-3 head") for line in again.notes)
@@ -95,7 +92,7 @@ def test_the_saved_head_drafts_in_other_programs(run, thin_model, tmp_path):
 
 
 def test_a_head_of_another_kind_or_with_other_taps_does_not_take_its_place(run, thin_model):
-    llm = LLM(thin_model, SpecConfig("1_1_2", draft=str(run / "draft" / "2")), 1, 32)
+    llm = LLM(thin_model, SpecConfig("1_1_2", draft=str(run)), 1, 32)
     before, source = llm.head, llm.source
     with pytest.raises(ValueError, match="a head for MTPSource, and Eagle3Source drafts"):
         llm.update_head(Head(MTPSource(llm.cfg), llm.head))

@@ -228,8 +228,8 @@ def test_what_is_no_gold_answer_is_refused_by_rewards_that_compare_answers_alone
     with pytest.raises(ValueError, match=message) as error:
         read("math_verify")
     assert f"{tmp_path / 'rows.jsonl'}:401: " in str(error.value)
-    cfg.unwinnable = "drop"
-    assert any("(data.unwinnable=drop)" in note for note in read("math_verify").notes)
+    cfg.unwinnable = "keep"
+    assert any("(data.unwinnable=keep)" in note for note in read("math_verify").notes)
 
 
 TURNS = [SAYS, *USER, SAYS]

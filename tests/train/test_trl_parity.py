@@ -34,11 +34,6 @@ CASES = {
     "cispo": {"preset": "cispo", "clip_ratio_high": 0.3},
     "dual_clip": {"preset": "dapo", "clip_ratio_c": 1.5},
     "kl": {"preset": "dapo", "kl_loss_coef": TRL["beta"]},
-    "kl_corrected": {
-        "preset": "dapo",
-        "kl_loss_coef": TRL["beta"],
-        "use_bias_correction_kl": True,
-    },
     "entropy": {"preset": "dapo", "entropy_coeff": 0.05},
 }
 CASES |= {

@@ -23,12 +23,11 @@ def test_the_alarms_are_printed_by_the_program(thin_policy, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(re.match(r"rollouts: compiled \d+ programs in .* s .*temporaries", x) for x in lines)
     once = ["Speculative decoding enabled: True", "Using strategy: 1_1_2", "attention kernel: "]
-    for begin in (*once, "Acceptance length: 1.0", "rollouts: compiling "):
+    for begin in (*once, "rollouts: compiling "):
         assert sum(x.startswith(begin) for x in lines) == 1, begin
     steps = [x for x in lines if x.startswith("step ")]
     assert steps and all("strategy 1_1_2  accept length 1.0" in x for x in steps[1:])
     lines = [x for x in lines if x.startswith("WARNING")]
-    assert len([x for x in lines if "draft training changed nothing" in x]) == 4
     # Once, at the third step in a row.
     flat = [x for x in lines if "speculation only costs time" in x]
     assert len(flat) == 1 and flat[0].startswith("WARNING: step 3: accept length has been 1.0")

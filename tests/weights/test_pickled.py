@@ -228,7 +228,7 @@ def test_files_that_are_no_archives_are_damaged(tmp_path):
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
         read_tensors(file)
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="No such file"):
         read_tensors(tmp_path / "none.bin")
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("something", b"else")

@@ -22,7 +22,6 @@ from train.rewards.scoring import (
     Scorer,
     check_gold,
     evenly,
-    lost_rewards,
     row_name,
     unwinnable_message,
 )
@@ -270,16 +269,12 @@ def read_inputs(
         lost, checked = check_gold(scorer, problems)
         if lost:
             text = unwinnable_message(scorer, lost, checked)
-            every = len(scorer.checked)
-            hopeless = len(lost) == checked and all(
-                len(lost_rewards(scorer, row)) == every for row, _ in lost
-            )
-            if cfg.data.unwinnable == "error" or hopeless:
+            if cfg.data.unwinnable == "error" or len(lost) == checked:
                 raise ValueError(
-                    f"{text}. Correct the rows, choose another reward, or set data.unwinnable=drop "
-                    "(such rows are skipped) or keep (they are trained on)"
+                    f"{text}. Correct the rows, choose another reward, or set data.unwinnable=keep "
+                    "(they are trained on)"
                 )
-            notes.append(f"WARNING: {text} (data.unwinnable={cfg.data.unwinnable})")
+            notes.append(f"WARNING: {text} (data.unwinnable=keep)")
     if trains or heldout:
         notes.insert(0, describe_data(prompts, model, scorer.described, trains))
     return Inputs(problems, heldout, prompts, scorer, notes)

@@ -18,7 +18,6 @@ from specjax.tokenizer import (
     has_chat_template,
     prompt_ids,
     reads_date,
-    require_template_options,
     with_tokenizer_end,
 )
 from train.data.tasks.layout import (
@@ -83,10 +82,6 @@ class Prompts:
         if not self._has_template and (cfg.chat == "on" or options):
             name = "chat=on" if cfg.chat == "on" else "chat_template_kwargs"
             raise ValueError(f"data.{name}: the model's tokenizer has no chat template")
-        try:
-            require_template_options(tokenizer, options)
-        except ValueError as error:
-            raise ValueError(f"data.chat_template_kwargs: {error}") from error
         self.chat = self._has_template and cfg.chat != "off"
         date = cfg.date or datetime.datetime.now(datetime.UTC).date().isoformat()
         self.date = date if reads_date(tokenizer) else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from train.run.files import replace
 
-FILE, PICTURE = "curve.json", "curve.png"
+FILE = "curve.json"
 
 
 @dataclass
@@ -37,39 +36,6 @@ class Curve:
         self.ngram, self.points = dict(state["ngram"]), list(state["points"])
 
     def write(self, out: Path) -> None:
-        """Writes `curve.json` and `curve.png` to a directory."""
+        """Writes `curve.json` to a directory."""
         curve = {**self.about, **self.state()}
         replace(out / FILE, [json.dumps(curve, indent=2).encode() + b"\n"])
-        draw(curve, out / PICTURE)
-
-
-def draw(curve: dict[str, Any], path: Path) -> None:
-    """Draws the content of a `curve.json`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.2, 4.4))
-    points = curve["points"]
-    temperatures = list(points[0]["accept_length"]) if points else []
-    for color, temperature in zip(("#1f5fa8", "#d9730d"), temperatures, strict=False):
-        tokens = [point["tokens"] / 1e3 for point in points]
-        lengths = [point["accept_length"][temperature] for point in points]
-        label = f"{curve['kind']} head, temperature {temperature}"
-        axes.plot(tokens, lengths, color=color, marker="o", markersize=4, label=label)
-        ngram = curve["ngram"].get(temperature)
-        if ngram is not None and math.isfinite(ngram):
-            label = f"n-grams, temperature {temperature}"
-            axes.axhline(ngram, color=color, linestyle=":", label=label)
-    axes.set_xlabel("tokens trained on, thousands (each pass counted)")
-    axes.set_ylabel("tokens emitted per round (1 = no gain)")
-    title = f"Held-out accept length: {curve['model']}, strategy {curve['strategy']}"
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_ylim(bottom=1.0)
-    axes.grid(alpha=0.25)
-    if temperatures:
-        axes.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

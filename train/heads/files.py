@@ -1,37 +1,25 @@
-"""Loads the draft head that a run starts from, and saves checkpoints of the head alone.
-
-A head-only checkpoint holds neither embedding nor language-model head, which belong to the policy.
-It is small, can be written often, and can be used with the same policy elsewhere.
-"""
+"""Loads the draft head that a run starts from."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from specjax.checkpoint.format import DRAFT_KEY
-from specjax.checkpoint.store import save_draft
 from specjax.checkpoint.weights import (
     Head,
-    describe,
-    describe_head,
     head_shapes_of,
     run_as,
     source_in,
 )
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
-from specjax.drafts.mtp import MTPSource
 from specjax.engine import sources
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
-from specjax.parallel import distributed
 from specjax.registry import DRAFTS
 
 
@@ -52,7 +40,7 @@ def starting_head(
       policy: parameters of the policy, from which a new head starts; None: it is random.
 
     Raises:
-      SettingError: the policy's checkpoint has no head, or the path does not exist.
+      ValueError: the policy's checkpoint has no head, or the path does not exist.
       CheckpointError: the head at the path is damaged or does not fit the policy.
     """
     # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
@@ -72,7 +60,7 @@ def head_shapes(
       own: what `specjax.checkpoint.weights.read_head` returned of the policy's checkpoint.
 
     Raises:
-      SettingError: as in `starting_head`.
+      ValueError: as in `starting_head`.
     """
     if spec.draft == "checkpoint":
         if own is None:
@@ -110,62 +98,3 @@ def require_same_head(
         raise ConfigError(
             f"the draft head in the checkpoint is not the one that its files describe now: {error}"
         ) from error
-
-
-class HeadCheckpoints:
-    """Keeps the last few heads of a run under `<directory>/<step>`, saved in the background.
-
-    Args:
-      directory: directory of the heads.
-      model: config of the policy.
-      keep_last: number of heads that are kept.
-      about: what `specjax.checkpoint.weights.describe_head` returns of the head; None: it is an
-        MTP head of `model`.
-    """
-
-    def __init__(
-        self,
-        directory: str | Path,
-        model: ModelConfig,
-        keep_last: int,
-        about: Mapping[str, Any] | None = None,
-    ):
-        self.directory, self.keep_last = Path(directory), keep_last
-        about = about or describe_head(Head(MTPSource(model), {}))
-        self._meta = describe(model, None, about)
-        self._pending: Future[None] | None = None
-
-    def save(self, step: int, head: Params) -> None:
-        """Starts a save; the arrays are copied before this returns.
-
-        Raises:
-          CheckpointError: the save cannot start, or the save before it failed.
-        """
-        self.wait()
-        # Partial saves and directories of this or later steps are left from a run that was killed,
-        # or resumed from an earlier step.
-        self._remove(lambda name: not name.isdigit() or int(name) >= step)
-        distributed.gather(None, "head checkpoint")  # removed before any process saves
-        self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
-
-    def wait(self) -> None:
-        """Waits for the running save, raises its error if any, and removes the oldest heads."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pending.result()
-        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
-        old = {str(step) for step in steps[: -self.keep_last]}
-        self._remove(lambda name: name in old)
-
-    def _remove(self, unwanted) -> None:
-        if jax.process_index() == 0 and self.directory.is_dir():
-            for path in self.directory.iterdir():
-                if unwanted(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def __enter__(self) -> HeadCheckpoints:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.wait()

@@ -27,7 +27,6 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError, spelled
 
 
 def head_to_go_on_with(cfg: Any, target: ModelConfig) -> tuple[Draft, Params] | None:
@@ -89,12 +88,6 @@ def start_head(
     return source, jax.tree.map(jnp.copy, head)
 
 
-def SPELL(name: str, *value: Any) -> str:  # noqa: N802
-    """Names settings of the library as this program's user types them, see `spelling.Spell`."""
-    name = {"head": "init", "draft": "init", "strategy": "eval.strategy"}.get(name, name)
-    return f"{name}={'...' if value[0] is ... else value[0]}" if value else name
-
-
 @contextlib.contextmanager
 def _explained(cfg: Any) -> Iterator[None]:
     """Raises errors about the head as the user's."""
@@ -102,8 +95,6 @@ def _explained(cfg: Any) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError):
         raise
-    except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
 

@@ -369,8 +369,7 @@ class DraftConfig:
         if self.mode == "online" and not self.moves:
             raise ValueError(
                 "mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 makes each "
-                "of its updates 0; raise the factor, or leave out draft.mode: the head then stays "
-                "as it is"
+                "of its updates 0; raise the factor, or leave out draft.mode"
             )
 
     def settle(self, drafted: int) -> None:
@@ -391,15 +390,8 @@ class DraftConfig:
         """Whether training would change the head."""
         return self.mtp_loss_scaling_factor > 0
 
-    def describe_mode(self) -> str:
-        """The mode as a setting, with the reason if another setting decided it."""
-        why = "" if self.moves else ", because draft.mtp_loss_scaling_factor=0 makes every update 0"
-        return f"draft.mode={self.mode}{why}"
-
     def optimizer(self) -> optax.GradientTransformation:
         """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
-
-        The learning rate must be settled, see `HeadOptimConfig.settle`.
 
         Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
         head's share of an update. Here the head has an optimizer of its own, whose clip and moments

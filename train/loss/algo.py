@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,46 +16,6 @@ from train.registry import OBJECTIVES
 DEFAULT = "grpo"
 METHODS = ("advantages", "per_token", "weights")  # of `Objective`
 KL_TYPES = ("k1", "k2", "k3")  # of `train.loss.terms.KL`
-REWARD = "reward"  # the weighted sum of all rewards, as a metric
-
-
-@dataclass(frozen=True)
-class FilterGroups:
-    """What dynamic sampling asks of a group beside rewards that differ.
-
-    Attributes:
-      metric: what is compared: reward, the weighted sum of all rewards; or one of several rewards,
-        by its name in the metrics reward/NAME, whose values in a group must then differ as well.
-      min: groups are replaced whose mean of the metric is smaller; null: none.
-      max: groups are replaced whose mean of the metric is larger; null: none.
-    """
-
-    metric: str = REWARD
-    min: float | None = None
-    max: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min: expected at most max={self.max:g}, got {self.min:g}")
-
-    def check(self, labels: Sequence[str]) -> None:
-        """Raises ValueError unless the metric is known.
-
-        Args:
-          labels: names of the rewards, as in metrics.
-        """
-        if self.metric in (REWARD, *labels):
-            return
-        expected = f"{REWARD}, for reward=auto is one reward"
-        if labels:
-            expected = (
-                f"{REWARD} (the weighted sum) or the name of one of the rewards "
-                f"({', '.join(labels)})"
-            )
-        raise ValueError(
-            f"algo.filter_groups.metric: expected {expected}, got {self.metric!r}; verl's acc, "
-            f"score, seq_reward and seq_final_reward are {REWARD} here"
-        )
 
 
 @dataclass(frozen=True)
@@ -70,18 +30,13 @@ class AlgoSection:
       kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 has none.
       kl_loss_type: estimate of KL in the loss, with d = logprob - ref: k1, d; k2, d^2 / 2 (verl:
         mse); k3, exp(-d) + d - 1 (verl: low_var_kl).
-      kl_coef: weight of an estimate of KL(policy || reference) that is subtracted from rewards, in
-        sum over the tokens of a response; 0 has none.
-      kl_penalty: estimate of KL in rewards, see kl_loss_type.
-      ref_update_steps: number of steps after which the reference becomes the current policy, again
-        and again; 0 keeps the policy of the start.
+      kl_coef: weight of the estimate k1 of KL(policy || reference) that is subtracted from rewards,
+        in sum over the tokens of a response; 0 has none.
       overlong_buffer_len: number of tokens before rollout.max_tokens over which a penalty of long
         responses rises from 0; below 1 a share of rollout.max_tokens, and 0 is no penalty (DAPO).
       overlong_penalty_factor: penalty of a response of rollout.max_tokens.
       mask_truncated: whether samples that reached rollout.max_tokens are left out of training; they
         still count where the loss is divided by a number of samples (as in TRL).
-      use_bias_correction_kl: whether KL in the loss is multiplied by the ratio of the token, which
-        has its gradient there (TRL's name, and its default).
       entropy_coeff: weight of the entropy of the policy's distributions, which is subtracted from
         the loss; 0 computes no gradient of it.
       tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
@@ -98,7 +53,6 @@ class AlgoSection:
       max_num_gen_batches: largest number of groups that a step starts, in batches of
         rollout.prompts (times over_sample); the first batch counts, and 0 or less is no limit (as
         in verl). A step that reaches the limit is trained on fewer groups, with a warning.
-      filter_groups: further conditions of dynamic sampling (verl's filter_groups).
     """
 
     preset: str | None = option(None, choices=(None, *PRESETS))
@@ -106,12 +60,9 @@ class AlgoSection:
     kl_loss_coef: float = option(0.0, least=0)
     kl_loss_type: str = option("k3", choices=KL_TYPES, needs="kl_loss_coef")
     kl_coef: float = option(0.0, least=0)
-    kl_penalty: str = option("k1", choices=KL_TYPES, needs="kl_coef")
-    ref_update_steps: int = option(0, least=0, needs="needs_reference")
     overlong_buffer_len: float = option(0.0, least=0)
     overlong_penalty_factor: float = option(1.0, least=0, needs="overlong_buffer_len")
     mask_truncated: bool = False
-    use_bias_correction_kl: bool = option(False, needs="kl_loss_coef")
     entropy_coeff: float = option(0.0, least=0)
     tis: bool = False
     tis_level: str = option("token", choices=("token", "sequence"), needs="tis")
@@ -120,7 +71,6 @@ class AlgoSection:
     updates_per_rollout: int = option(1, least=1)
     dynamic_sampling: bool = False
     max_num_gen_batches: int = option(10, needs="dynamic_sampling")
-    filter_groups: FilterGroups = option(FilterGroups, needs="dynamic_sampling")
 
     def __post_init__(self) -> None:
         if self.tis_cap <= 0:

@@ -25,43 +25,6 @@ from specjax.config import ModelConfig
 _BACKWARD = 2  # operations of the backward pass, relative to the forward pass
 
 
-class UpdateFlops:
-    """Counts the operations of updates.
-
-    Args:
-      cfg: config of the policy.
-
-    Attributes:
-      refusal: why the operations of this model are not known; None if they are.
-    """
-
-    def __init__(self, cfg: ModelConfig):
-        self._cfg, self.refusal = cfg, None
-        others = {layer.mlp.kind for layer in cfg.layers} - {"dense"}
-        others |= {layer.mixer.kind for layer in cfg.layers} - {"attention"}
-        if others:
-            self.refusal = (
-                f"the operations of layers with {', '.join(sorted(others))} are not known"
-            )
-            return
-        self._weights = layer_weights(cfg.layers, cfg.hidden_size)
-        self._weights += cfg.vocab_size * cfg.hidden_size
-
-    def forward(self, lengths: Sequence[int]) -> int:
-        """Operations of a forward pass over samples of these lengths, prompts included."""
-        attention = sum(
-            attention_operations(
-                [layer], sum(visible_pairs(n, layer.mixer.window) for n in lengths)
-            )
-            for layer in self._cfg.layers
-        )
-        return 2 * self._weights * sum(lengths) + attention
-
-    def update(self, lengths: Sequence[int]) -> int:
-        """Operations of an update, forward and backward."""
-        return (1 + _BACKWARD) * self.forward(lengths)
-
-
 def visible_pairs(length: int, window: int | None = None) -> int:
     """Number of pairs of a position and one that it sees, itself included.
 
@@ -79,7 +42,7 @@ def training_devices(mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
 
 
 class UpdateSpeed:
-    """Turns the duration of updates into metrics.
+    """Counts the operations of updates, and turns their duration into metrics.
 
     Args:
       cfg: config of the policy.
@@ -91,17 +54,35 @@ class UpdateSpeed:
     """
 
     def __init__(self, cfg: ModelConfig, devices: Sequence[jax.Device]):
-        self._flops, self._count = UpdateFlops(cfg), len(devices)
+        self._cfg, self._count, self._weights = cfg, len(devices), None
         kind = devices[0].device_kind
         self.chip: Chip | None = chip_of(kind)
         self.notes: list[str] = []
-        if self._flops.refusal is not None:
-            self.notes.append(f"no perf/tflops/actor and perf/mfu/actor: {self._flops.refusal}")
-        elif self.chip is None:
+        others = {layer.mlp.kind for layer in cfg.layers} - {"dense"}
+        others |= {layer.mixer.kind for layer in cfg.layers} - {"attention"}
+        if others:
+            self.notes.append(
+                "no perf/tflops/actor and perf/mfu/actor: the operations of layers with "
+                f"{', '.join(sorted(others))} are not known"
+            )
+            return
+        self._weights = layer_weights(cfg.layers, cfg.hidden_size)
+        self._weights += cfg.vocab_size * cfg.hidden_size
+        if self.chip is None:
             self.notes.append(
                 f"no perf/mfu/actor: the peak of {kind!r} is not known (specjax/chips.py); "
                 "perf/tflops/actor is reported"
             )
+
+    def update(self, lengths: Sequence[int]) -> int:
+        """Operations of an update over samples of these lengths, forward and backward."""
+        attention = sum(
+            attention_operations(
+                [layer], sum(visible_pairs(n, layer.mixer.window) for n in lengths)
+            )
+            for layer in self._cfg.layers
+        )
+        return (1 + _BACKWARD) * (2 * self._weights * sum(lengths) + attention)
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """The metrics of updates.
@@ -114,8 +95,8 @@ class UpdateSpeed:
           `perf/tflops/actor`, TFLOP/s of each device, and `perf/mfu/actor`, its share of the dense
           bfloat16 peak of the data sheet; without those that are not known.
         """
-        if self._flops.refusal is not None:
+        if self._weights is None:
             return {}
-        rate = self._flops.update(lengths) / max(seconds, 1e-9) / self._count
+        rate = self.update(lengths) / max(seconds, 1e-9) / self._count
         speed = {"perf/tflops/actor": rate / 1e12}
         return speed if self.chip is None else {**speed, "perf/mfu/actor": rate / self.chip.peak}

@@ -35,11 +35,6 @@ class OptimConfig:
     b2: float = option(0.999, least=0, below=1)
     clip_norm: float = option(1.0, least=0, infinite=True)
 
-    @property
-    def moves(self) -> bool:
-        """Whether an update changes anything."""
-        return self.lr != 0 and self.clip_norm > 0
-
     def schedule(self) -> optax.Schedule:
         """Learning rate of update i (from 0): lr (i + 1) / warmup_steps, then cosine or constant.
 

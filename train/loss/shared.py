@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.config.checks import choice
-from specjax.interfaces import Denominators
+from specjax.interfaces import Denominators, Logprobs
 from specjax.settings import option
 from train.loss.algo import AlgoSection
 
 LOSS_AGGREGATIONS = ("token", "sequence", "constant")
-NORMALIZE_OVER = ("group", "batch")
+STD_EPS = 1e-6  # is added to the standard deviation of rewards
 
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
 MAX_LOG_RATIO = 20.0
@@ -63,35 +63,21 @@ class GroupRelative(Aggregated):
 
     Attributes:
       normalize_std: divide advantages by a standard deviation of rewards.
-      normalize_over: rewards of that standard deviation: those of the `group`, or of all groups of
-        the `batch` (TRL's scale_rewards).
       std_correction: squared deviations are divided by the number of rewards less this: 0, or 1 as
         torch.std does, and so TRL and verl.
-      advantage_eps: added to that standard deviation.
     """
 
     normalize_std: bool = True
-    normalize_over: str = option("group", choices=NORMALIZE_OVER, needs="normalize_std")
     std_correction: int = option(0, needs="normalize_std")
-    advantage_eps: float = option(1e-6, needs="normalize_std")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choice("normalize_over", self.normalize_over, NORMALIZE_OVER)
         if self.std_correction not in (0, 1):
             raise ValueError(f"std_correction must be 0 or 1, got {self.std_correction}")
-        if self.advantage_eps < 0:
-            raise ValueError(f"advantage_eps: expected at least 0, got {self.advantage_eps}")
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages by `group_advantages`."""
-        return group_advantages(
-            rewards,
-            self.normalize_std,
-            self.advantage_eps,
-            self.normalize_over == "batch",
-            self.std_correction,
-        )
+        return group_advantages(rewards, self.normalize_std, self.std_correction)
 
 
 @dataclass(frozen=True)
@@ -121,6 +107,16 @@ class Clip(Aggregated):
             raise ValueError(
                 f"clip_ratio_c: expected more than 1, or null, got {self.clip_ratio_c}"
             )
+
+    def per_token(
+        self,
+        logprobs: Logprobs,
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Float[Array, "R S"],
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """Computes the surrogate of the ratio of each token, see `specjax.interfaces.Objective`."""
+        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)
 
     def surrogate(
         self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]
@@ -159,19 +155,15 @@ def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
 def group_advantages(
     rewards: Float[np.ndarray, "P G"],
     normalize_std: bool = True,
-    eps: float = 1e-6,
-    over_batch: bool = False,
     correction: int = 0,
 ) -> Float[np.ndarray, "P G"]:
-    """Rewards relative to their group: (r - mean) / (std + eps), or r - mean.
+    """Rewards relative to their group: (r - mean) / (std + 1e-6), or r - mean.
 
     Groups without variance get exactly zero, for any rounding of their mean.
 
     Args:
       rewards: one row per prompt, G >= 2 samples each.
       normalize_std: whether to divide by the standard deviation.
-      eps: added to the standard deviation.
-      over_batch: whether the standard deviation is that of all rewards, and not of each group's.
       correction: squared deviations are divided by the number of rewards less this.
 
     Returns:
@@ -184,9 +176,7 @@ def group_advantages(
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     advantages[zero_variance_groups(rewards)] = 0.0
     if normalize_std:
-        axis = None if over_batch else 1
-        scale = rewards.std(axis=axis, ddof=correction, keepdims=True) + eps
-        advantages = np.divide(advantages, scale, out=advantages, where=scale > 0)
+        advantages /= rewards.std(axis=1, ddof=correction, keepdims=True) + STD_EPS
     return advantages.astype(np.float32)
 
 

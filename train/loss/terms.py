@@ -16,10 +16,7 @@ gradient of the batch.
 
 The kl_t are k1, k2 and k3 of http://joschu.net/blog/kl-approx.html. The gradient of k1 is that of
 the log-probability, and so zero on average over the policy's own samples; that of k2 is the
-gradient of the KL divergence itself. With `use_bias_correction_kl` kl_t is multiplied by the ratio
-exp(logprob_t - old_logprob_t), which has its gradient: so the gradient of k1 and of k3 is that of
-the divergence, too, also off policy (DeepSeek-V3.2, arXiv 2512.02556). Entropy has a gradient only
-with `entropy_coeff`.
+gradient of the KL divergence itself. Entropy has a gradient only with `entropy_coeff`.
 
 With partial rollouts older weights sampled some of the tokens. The same program computed their
 `old_logprobs` under those weights, in the step that sampled them. So the ratio of every token is to
@@ -162,8 +159,6 @@ def policy_loss(
         per_token["kl"] = k3(logprobs, ref_logprobs)
     if cfg.kl_loss_coef > 0:
         kl = KL[cfg.kl_loss_type](logprobs, ref_logprobs)
-        if cfg.use_bias_correction_kl:
-            kl *= bounded_exp(logprobs - old)
         kl_loss = cfg.kl_loss_coef * _masked_sum(kl, weights)
         loss = policy_loss + kl_loss
     if entropy is not None:

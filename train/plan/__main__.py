@@ -25,78 +25,14 @@ from pathlib import Path
 
 from specjax.command_line import Call, ConfigError, parse_config
 from specjax.settings import REQUIRED
-from train.plan.figures import Figures, compiled, counted
-from train.plan.programs import Program, Shapes
+from train.plan.figures import compiled, counted
+from train.plan.programs import Shapes
 from train.plan.report import Plan, lines
-from train.plan.topology import Topology, find_topology
+from train.plan.topology import find_topology
 from train.run.start import USER_ERRORS
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3
-
-
-def make_plan(
-    cfg: RLConfig,
-    topology: Topology,
-    only: str = "",
-    config: str = "defaults",
-    file: Path | None = None,
-    command: str = "",
-) -> Plan:
-    """Lowers and compiles the programs of a run.
-
-    Args:
-      cfg: the run's configuration.
-      topology: the chips to plan for.
-      only: a regular expression; programs whose names do not match are left out.
-      config: name of the config file, for the table.
-      file: file to write figures to, as JSON, after each program.
-      command: the command line, for the file.
-
-    Raises:
-      ConfigError: the settings contradict each other or need more chips than the topology has.
-    """
-    if topology.compiler == "tpu" and 1 in (cfg.mesh.size, cfg.rollout_devices):
-        raise ConfigError(
-            "programs for a topology need meshes, and mesh or rollout uses a single device; use "
-            f"more devices of {topology.name}"
-        )
-    place = topology.for_replica(cfg.rollout.tp)
-    shapes = Shapes(cfg, topology.devices, place, topology.platform)
-    if shapes.fitted:
-        print(shapes.fitted, file=sys.stderr, flush=True)
-    programs = list(shapes.programs())
-    try:
-        chosen = [program for program in programs if re.search(only, program.name)]
-    except re.error as error:
-        raise ConfigError(
-            f"--only: expected a regular expression, got {only!r}: {error}"
-        ) from error
-    if not chosen:
-        raise ConfigError(f"--only: no program's name has {only!r} in it")
-    plan = Plan(config, topology, shapes, [], len(programs), command)
-    known: dict[int, Figures] = {}
-    for i, program in enumerate(chosen, 1):
-        if (same := known.get(id(program.lower))) is None:
-            figures = _figures(program, topology, shapes, f"{i} of {len(chosen)}")
-        else:  # evaluation has programs of rollouts
-            figures = dataclasses.replace(same, name=program.name, part=program.part)
-        known[id(program.lower)] = figures
-        plan.programs.append(figures)
-        plan.left_out = len(programs) - len(plan.programs)
-        if file is not None:  # compilation may take hours
-            plan.write(file)
-    return plan
-
-
-def _figures(program: Program, topology: Topology, shapes: Shapes, which: str) -> Figures:
-    if topology.compiler is None:
-        return counted(program, shapes)
-    print(f"{which}: compiling {program.name} ..", end="", file=sys.stderr, flush=True)
-    figures = compiled(program)
-    refused = f", REFUSED: {figures.failed}" if figures.failed else ""
-    print(f" {figures.seconds:.1f} s{refused}", file=sys.stderr, flush=True)
-    return figures
 
 
 @dataclasses.dataclass
@@ -118,17 +54,48 @@ class PlanCall(Call):
     json: str | None = None
 
 
+def make_plan(cfg: RLConfig, call: PlanCall, command: str) -> Plan:
+    """Lowers and compiles the programs of a run; figures are written after each of them.
+
+    Raises:
+      ConfigError: the settings contradict each other or need more chips than the topology has.
+    """
+    memory = None if call.memory is None else 1e9 * call.memory
+    topology = find_topology(call.topology, memory, call.count)
+    if topology.compiler == "tpu" and 1 in (cfg.mesh.size, cfg.rollout_devices):
+        raise ConfigError(
+            "programs for a topology need meshes, and mesh or rollout uses a single device; use "
+            f"more devices of {topology.name}"
+        )
+    place = topology.for_replica(cfg.rollout.tp)
+    shapes = Shapes(cfg, topology.devices, place, topology.platform)
+    if shapes.fitted:
+        print(shapes.fitted, file=sys.stderr, flush=True)
+    programs = list(shapes.programs())
+    chosen = [program for program in programs if re.search(call.only, program.name)]
+    if not chosen:
+        raise ConfigError(f"--only: no program's name has {call.only!r} in it")
+    plan = Plan(call.config or "the defaults", topology, shapes, [], command=command)
+    for i, program in enumerate(chosen, 1):
+        if topology.compiler is None:
+            plan.programs.append(counted(program, shapes))
+        else:
+            print(f"{i} of {len(chosen)}: {program.name}", file=sys.stderr, flush=True)
+            plan.programs.append(compiled(program))
+        plan.left_out = len(programs) - len(plan.programs)
+        if call.json is not None:  # compilation may take hours
+            plan.write(Path(call.json))
+    return plan
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a plan; returns the status to exit with, 0 or `DOES_NOT_FIT`."""
     given = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "train.plan", *map(str, given)])
     cfg, call = parse_config(RLConfig, argv, "train.plan", "What a run needs of chips.", PlanCall)
     try:
-        memory = None if call.memory is None else 1e9 * call.memory
-        topology = find_topology(call.topology, memory, call.count)
-        config, file = call.config or "the defaults", call.json and Path(call.json)
-        plan = make_plan(cfg, topology, call.only, config, file, command)
-    except USER_ERRORS as error:
+        plan = make_plan(cfg, call, command)
+    except (re.error, *USER_ERRORS) as error:
         sys.exit(f"train.plan: error: {error}")
     print("\n".join(lines(plan)))
     return 0 if plan.fits else DOES_NOT_FIT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import time
 
 import jax
 
@@ -33,7 +32,6 @@ class Figures:
       extra: bytes allocated only while it runs: inputs that do not stay, results that are not
         written over inputs, temporaries.
       temporaries: bytes of temporaries, included in `extra`.
-      seconds: seconds of compilation.
       failed: why the compiler refused the program.
       needs: bytes that the program needs by the compiler's message, inputs included; None: the
         message has none, or those of temporaries only.
@@ -46,7 +44,6 @@ class Figures:
     results: float
     extra: float = 0.0
     temporaries: float = 0.0
-    seconds: float = 0.0
     failed: str | None = None
     needs: float | None = None
 
@@ -55,11 +52,6 @@ class Figures:
         sizes = device_bytes(program.inputs), device_bytes(program.results)
         return cls(program.name, program.part, program.key, *sizes)
 
-    @property
-    def is_chunk(self) -> bool:
-        """Whether the program is a chunk of rounds of a rollout, which was compiled."""
-        return self.part == "roll out" and self.key[0] == "chunk" and self.failed is None
-
 
 def compiled(program: Program) -> Figures:
     """Compiles a program and reads the compiler's report, or the reason why it failed.
@@ -67,7 +59,7 @@ def compiled(program: Program) -> Figures:
     Raises:
       TypeError, AttributeError, NameError, LookupError: the program's own code is wrong.
     """
-    figures, started = Figures.of(program), time.perf_counter()
+    figures = Figures.of(program)
     figures.extra = device_bytes(program.passing)
     try:
         memory = program.lower().compile().memory_analysis()
@@ -86,7 +78,6 @@ def compiled(program: Program) -> Figures:
             figures.temporaries = float(memory.temp_size_in_bytes)
             figures.extra += max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
     figures.extra += figures.temporaries
-    figures.seconds = time.perf_counter() - started
     return figures
 
 

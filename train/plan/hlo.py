@@ -28,13 +28,10 @@ from specjax.parallel import collectives
 PARTS = ("layers", "draft", "lm_head", "noise", "sampling", "commit")
 REST = "rest"
 
-_WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
+_BITS = {"pred": 8, "token": 0}  # of types without a number in their names
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
-_COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
-)  # fmt: skip
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 # Operations that move no data, or whose contents are counted separately.
 _FREE = {
@@ -71,10 +68,8 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        width = _WIDTHS.get(self.kind)
-        if width is None:  # f32, s8, f8e4m3fn
-            width = int(re.search(r"\d+", self.kind)[0]) / 8
-        return self.size * width
+        bits = re.search(r"\d+", self.kind)  # f32, s8, f8e4m3fn
+        return self.size * (int(bits[0]) if bits else _BITS[self.kind]) / 8
 
 
 def _shapes(text: str) -> list[Shape]:
@@ -196,7 +191,6 @@ class Cost(collections.defaultdict[str, Counter]):
     """The cost of a program per device: counts by part of a round, or by kind, of each figure.
 
         launched    operations that a GPU launches, by part
-        branches    conditionals, by part; of the branches, the costliest counts
         cycles      the compiler's estimate, by part
         unknown     gathers, scatters and sorts without an estimate, by kind
         received    bytes received (as rings), by kind of collective
@@ -380,7 +374,6 @@ class Module:
             elif op.opcode == "conditional":
                 branches = [self.cost_of(called, fused) for called in op.called()]
                 total.add(max(branches, key=lambda cost: cost.size))
-                total["branches"][op.part] += 1
             elif op.opcode in ("fusion", "call", "async-start"):
                 for called in op.called():
                     total.add(self.cost_of(called, op.opcode == "fusion" or fused))
@@ -412,15 +405,15 @@ class Module:
             total["unknown"][kind] += 1
 
     def _add_collective(self, total: Cost, op: Op) -> None:
-        if op.opcode.removesuffix("-start") not in _COLLECTIVES:
+        if not op.opcode.startswith(("all-", "reduce-scatter", "collective-permute")):
             return
-        [collective] = collectives.received(f"= {op.text}")
-        chain = re.search(r'chain_id="(\d+)"', op.text), re.search(r"channel_id=(\d+)", op.text)
-        if chain[0]:
-            key = chain[0][1], chain[1] and chain[1][1]
-            total.chains[key] = collective.kind, collective.received
-        elif collective.received:
-            total.receive(collective.kind, collective.received)
+        for collective in collectives.received(f"= {op.text}"):
+            cost = collective.kind, collective.received
+            chain = re.search(r'chain_id="(\d+)"', op.text)
+            if chain:
+                total.chains[chain[1], op.attribute("channel_id")] = cost
+            elif collective.received:
+                total.receive(*cost)
 
     def _gathered(self, op: Op, ops: Ops) -> Iterator[float]:
         """Yields the bytes of every gather of pages in an operation, which may be a fusion."""

@@ -39,7 +39,6 @@ from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import device_bytes
 from specjax.shipped import find_shipped
-from specjax.spelling import SettingError, spelled
 from train.heads.files import head_shapes
 from train.heads.training import FIELDS, frozen_policy_parts
 from train.loss.packing import empty_batch
@@ -55,7 +54,6 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
-from train.rollout_schema import SPELL
 from train.run.start import add_own_family
 from train.schema import RLConfig
 
@@ -145,8 +143,8 @@ class Shapes:
         if drafting.spec is not None and trains(drafting.kind):
             try:
                 model, (self.source, head) = head_shapes(drafting.spec, model, own)
-            except SettingError as error:
-                raise ConfigError(spelled(error, SPELL)) from error
+            except ValueError as error:
+                raise ConfigError(f"rollout: {error}") from error
             self.head = self._placed(head, self.source.axes())
         self.model = as_computed(cfg, model)
         self.params = self._like_params(lambda: init_params(self.model))
@@ -215,18 +213,13 @@ class Shapes:
         yield from self.training()
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
-        rolled_out = list(engine_programs(self.engine, "roll out", features))
-        yield from rolled_out
+        yield from engine_programs(self.engine, "roll out", features)
         for engine in self.built.plain_engines[:1]:
             yield from engine_programs(engine, EXACT, features)
         for engine in self.built.eval_engines[:1]:
             own = chunk_features(self.cfg, self.model, evaluating=True)
             same = engine.program_settings == self.engine.program_settings
-            if same and features.covers(own):
-                for each in rolled_out:
-                    name = f"evaluate: {each.name}"
-                    yield dataclasses.replace(each, name=name, part="evaluate")
-            else:
+            if not (same and features.covers(own)):  # else evaluation runs the programs of rollouts
                 yield from engine_programs(engine, "evaluate", own)
 
     @property

@@ -9,9 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from specjax.chips import layer_weights
 from specjax.engine.pages import pages_for
-from specjax.parallel.sharding import device_bytes
 from specjax.versions import installed
 from train.plan.figures import Figures
 from train.plan.programs import (
@@ -23,7 +21,6 @@ from train.plan.programs import (
     STATE,
     WEIGHTS,
     Shapes,
-    caches,
     mesh_text,
 )
 from train.plan.topology import Topology
@@ -81,8 +78,8 @@ class Plan:
         return held + program.extra
 
     @property
-    def worst(self) -> Figures | None:
-        return max(self.programs, key=self.peak, default=None)
+    def worst(self) -> Figures:
+        return max(self.programs, key=self.peak)
 
     @property
     def most(self) -> float:
@@ -114,20 +111,12 @@ class Plan:
         A cache of fixed size is divided by half of the longest sample.
         """
         runner, roll = self.shapes.engine.runner, self.shapes.cfg.rollout
-        pages, state = caches(runner.state)
-        each = device_bytes(state) / runner.slots
+        programs = [program for program in self.programs if program.part == "roll out"]
+        growing = [self.resident[STATE], max((p.extra for p in programs), default=0.0)]
         if roll.cache_bytes is None:
-            pages_of_slot = pages_for(runner.max_len, runner.page_size)
-            each += pages_of_slot * device_bytes(pages) / runner.pages
-        chunks = [program for program in self.programs if program.is_chunk]
-        widest = max(chunks, key=lambda program: (program.key[2], program.extra), default=None)
-        others = [p for p in self.programs if p.part == "roll out" and p is not widest]
-        used = max([sum(self.held("roll out").values()), *map(self.peak, others)])
-        more = (self.memory - used) / each
-        if widest is not None:
-            slope = each + widest.extra / widest.key[2]
-            more = min(more, (self.memory - self.peak(widest)) / slope)
-        slots = max(int(runner.batch + more), 0)
+            growing.append(self.resident.get(CACHE, 0.0))
+        used = max([sum(self.held("roll out").values()), *map(self.peak, programs)])
+        slots = max(int(runner.batch * (1 + (self.memory - used) / sum(growing))), 0)
         if roll.cache_bytes is None:
             return slots
         context = (roll.max_prompt_tokens + roll.max_tokens) // 2
@@ -148,12 +137,11 @@ class Plan:
             "resident_bytes": self.resident,
             "held_bytes": {part: sum(self.held(part).values()) for part in GONE},
             "most_bytes": self.most,
-            "worst": self.worst.name if self.worst else None,
+            "worst": self.worst.name,
             "fits": self.fits,
             "too_large_bytes": self.too_large,
             "refused": self.refused,
             "largest_batch": self.largest_batch(),
-            "replicas": len(self.shapes.built.engines),
             "left_out": self.left_out,
             "programs": programs,
             "advice": list(advice(self)),
@@ -178,27 +166,17 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def _head(plan: Plan) -> Iterator[str]:
     shapes, topology, model = plan.shapes, plan.topology, plan.shapes.model
-    outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    weights = layer_weights(model.layers, model.hidden_size) + outside
     chip, runner = topology.chip, shapes.engine.runner
     yield f"plan of {plan.config} on {topology.name}: {topology.source}"
     yield (
-        f"model   {model.model_type}, {weights / 1e9:.2f} G weights, parameters "
-        f"{model.run.param_dtype}, arithmetic {model.run.compute_dtype}; shapes from "
-        f"{shapes.read_from}"
+        f"model   {model.model_type}, parameters {model.run.param_dtype}, arithmetic "
+        f"{model.run.compute_dtype}; shapes from {shapes.read_from}"
     )
     yield f"chip    {len(topology.devices)} x {chip.title}: {chip.memory / GB:.4g} GB HBM"
     yield (
         f"layout  training {mesh_text(shapes.mesh)}; rollouts on {len(shapes.built.engines)} x "
         f"({mesh_text(runner.mesh)}), {runner.batch} slots of {runner.max_len} positions each"
     )
-    if shapes.apart:
-        yield (
-            "NOTE    a replica's programs are compiled as if its chips were a slice of their own, "
-            "because this compiler does not compile for a part of some slices"
-        )
-    if topology.compiler is None:
-        yield "NOTE    only logits and inputs of layers are counted as temporaries"
     used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
     if used < len(topology.devices):
         yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} are idle"
@@ -211,8 +189,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  {kind:<24}{gb(size):>12}{gone}"
     for part, name in (("roll out", "while it rolls out"), ("train", "while it trains")):
         yield f"  {name:<24}{gb(sum(plan.held(part).values())):>12}"
-    if plan.worst is not None:
-        yield f"  {'at the worst moment':<24}{gb(plan.most):>12}  in {plan.worst.name!r}"
+    yield f"  {'at the worst moment':<24}{gb(plan.most):>12}  in {plan.worst.name!r}"
     yield f"  {'HBM':<24}{gb(plan.memory):>12}"
     yield "\nprograms: GB per device of their inputs, their temporaries, and in all while they run"
     yield f"{'program':<26}" + "".join(f"{c:>12}" for c in ("inputs", "temporaries", "in all"))
@@ -249,7 +226,7 @@ def advice(plan: Plan) -> Iterator[str]:
     """Yields changes to make, the largest share of the worst moment first; none if it fits."""
     over = plan.most - plan.memory
     if over > 0:
-        shares = plan.held("roll out") if plan.worst is None else plan.held_during(plan.worst)
+        shares = plan.held_during(plan.worst)
         shares["temporaries"] = plan.most - sum(shares.values())
         for kind, size in sorted(shares.items(), key=lambda item: -item[1]):
             if size >= over / 20:
@@ -281,14 +258,11 @@ def _remedy_of_temporaries(plan: Plan) -> str:
     if program.key[0] in ("chunk", "prefill", "place"):
         batch = plan.shapes.engine.runner.batch
         change = f"a smaller rollout.max_batch (now {batch}), cache_bytes or prefill_chunk"
-        if len(plan.shapes.engine.runner.programs) > 1 and program.key[0] == "chunk":
-            change += f", or rollout.control.strategies without {program.key[1]}"
     elif program.key[0] in ("reshard", "convert"):
         change = f"a larger rollout.tp (now {cfg.rollout.tp})"
     else:
         change = (
-            f"{'' if cfg.remat else 'remat=true, '}fewer packing.rows (now {max(cfg.row_sizes)}, "
-            "at least mesh.data x mesh.fsdp), a shorter packing.row_length (now "
-            f"{cfg.packing.row_length}), or a larger mesh.tp"
+            f"{'' if cfg.remat else 'remat=true, '}fewer packing.rows (now {max(cfg.row_sizes)}), "
+            f"a shorter packing.row_length (now {cfg.packing.row_length}), or a larger mesh.tp"
         )
     return f"of {program.name!r}: {change}"

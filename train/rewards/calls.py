@@ -23,14 +23,14 @@ for every worker imports it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import numbers
-import os
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from specjax.error_text import shortened
 ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
 VERL = "solution_str"  # the parameter that verl's functions have for the completion
+_THREADS = 128  # in which asynchronous rewards may call what blocks
 ROW = "row"  # the parameter that gets the row as it is; `**columns` does not have it
 Columns = Mapping[str, Any]
 
@@ -156,8 +157,7 @@ class RewardCall:
             pairs = zip(completions, rows, strict=True)
             calls = [(self._bound(text, row), 1) for text, row in pairs]
         if self.is_async:
-            limit = None if seconds is None else seconds * calls[0][1] + extra
-            gathered = self._gather(calls, seconds, limit)
+            gathered = self._gather(calls, seconds, extra)
             future = asyncio.run_coroutine_threadsafe(gathered, _event_loop())
             try:
                 return future.result()
@@ -197,22 +197,16 @@ class RewardCall:
             if self._completion == VERL and isinstance(value, Mapping):
                 value = value.get("score", value)
             return [_outcome(value)]
-        try:
-            items = list(value)
-        except TypeError:
-            items = None
-        if items is None or len(items) != count or isinstance(value, (str, Mapping)):
-            what = "no list" if items is None else f"{len(items)} values"
+        is_list = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+        items = list(value) if is_list else []
+        if len(items) != count:
+            what = f"returned {len(items)} values ({type(value).__name__})"
             more = f"expected a list of {count} numbers, one for each completion"
-            return [Failed(f"returned {what} ({type(value).__name__})", more)] * count
+            return [Failed(what, more)] * count
         return list(map(_outcome, items))
 
-    async def _gather(
-        self,
-        calls: Sequence[tuple[inspect.BoundArguments, int]],
-        seconds: float | None,
-        limit: float | None,
-    ) -> list[Outcome]:
+    async def _gather(self, calls: Sequence, seconds: float | None, extra: float) -> list[Outcome]:
+        limit = None if seconds is None else seconds * calls[0][1] + extra
         tasks = [asyncio.ensure_future(self._awaited(*call)) for call in calls]
         try:
             await asyncio.wait(tasks, timeout=limit)
@@ -230,44 +224,18 @@ class RewardCall:
             return [_raised(error)] * count
 
 
-_lock = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork has no thread of its parent
-
-
+@functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The event loop in which the process runs its asynchronous rewards.
 
     Clients of HTTP, locks and semaphores belong to the event loop in which they were first used,
     and functions keep them from call to call.
     """
-    with _lock:
-        if os.getpid() not in _loops:
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            loop.set_default_executor(DaemonThreads())
-            threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
-        return _loops[os.getpid()]
-
-
-class DaemonThreads(ThreadPoolExecutor):
-    """Runs each call in a daemon thread of its own.
-
-    The threads of the base class are few, so that calls which hang would keep all others waiting,
-    and the interpreter waits for them before it ends.
-    """
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future:
-        future: Future = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(*args, **named))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future
+    loop = asyncio.new_event_loop()
+    # Calls of `asyncio.to_thread` that hang keep no others waiting, until the process is replaced.
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+    return loop
 
 
 def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:
@@ -301,14 +269,8 @@ def as_number(value: Any) -> float | None:
 
 
 def _raised(error: BaseException) -> Failed:
-    """Returns the outcome of a reward that raised, with the innermost place in the user's code."""
+    """Returns the outcome of a reward that raised, with the line of its function that did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    where = ""
-    if frames:
-        folder = Path(frames[0].filename).parent
-        for frame in frames:
-            path = Path(frame.filename)
-            if path.is_relative_to(folder) and "site-packages" not in path.parts:
-                where = f" at {path.name}:{frame.lineno}"
+    where = f" at {Path(frames[0].filename).name}:{frames[0].lineno}" if frames else ""
     more = shortened(" ".join(str(error).split()))
     return Failed(f"raised {type(error).__name__}{where}", more)

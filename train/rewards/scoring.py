@@ -18,7 +18,7 @@ from specjax.error_text import shortened
 from train.data.tasks.layout import Problem, shown
 from train.rewards.answers.extract import each_gold
 from train.rewards.builtin import THINKS_FIRST, AnswerReward, get_reward
-from train.rewards.calls import ROW, DaemonThreads, Failed, Outcome, RewardCall
+from train.rewards.calls import ROW, Failed, Outcome, RewardCall
 from train.rewards.workers import Outcomes, Setup, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
@@ -382,28 +382,13 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
 # --- gold answers --------------------------------------------------------------------------------
 
 
-def lost_rewards(scorer: Scorer, problem: Problem) -> list[str]:
-    """Returns the names of the rewards that compare answers and cannot be 1 for a row.
-
-    Raises:
-      TimeoutError: a comparison was late.
-    """
-    has_gold = _has_gold(problem)
-    return [
-        name
-        for name, reward in scorer.checked.items()
-        if not (has_gold and reward.can_win(problem.answer))
-    ]
-
-
 def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
     """Returns the reason why a reward cannot be 1 for a row; None if each can, or if it is unknown.
 
-    It is unknown for a reward of the user's own. Of several rewards that compare answers, the
-    reason names those that cannot.
+    It is unknown for a reward of the user's own, and where a comparison was late.
     """
     try:
-        lost = lost_rewards(scorer, problem)
+        lost = [n for n, reward in scorer.checked.items() if not reward.can_win(problem.answer)]
     except TimeoutError:
         return None
     if not lost:
@@ -416,51 +401,15 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
     return shown_gold(problem) + by
 
 
-class GoldAnswers:
-    """Which rows are `unwinnable`, decided once for each, in threads that run ahead.
-
-    Args:
-      scorer: the rewards.
-
-    Attributes:
-      undecided: indices of rows whose comparison was late. They are kept, by a resumed run too,
-        whose comparisons may be in time.
-    """
-
-    def __init__(self, scorer: Scorer):
-        self._scorer, self._threads = scorer, DaemonThreads()
-        self._lost: dict[int, Future[list[str]]] = {}  # by the row's index
-        self.undecided: set[int] = set()
-
-    def begin(self, problem: Problem) -> None:
-        """Checks a row of which `are_lost` will be asked; returns at once."""
-        if problem.index not in self._lost and problem.index not in self.undecided:
-            call = self._threads.submit(lost_rewards, self._scorer, problem)
-            self._lost[problem.index] = call
-
-    def are_lost(self, problem: Problem) -> bool:
-        """Returns whether there is a reward that cannot be 1 for a row; waits for the check."""
-        self.begin(problem)
-        if problem.index in self.undecided:
-            return False
-        try:
-            return bool(self._lost[problem.index].result())
-        except TimeoutError as error:
-            log.warning("row %s is kept: %s", problem.index, error)
-            self.undecided.add(problem.index)
-            return False
-
-
 def _has_gold(problem: Problem) -> bool:
     return any(gold.strip() for gold in each_gold(problem.answer))
 
 
 def shown_gold(problem: Problem) -> str:
     """The gold answer, or answers, for a message."""
-    golds = each_gold(problem.answer)
-    if len(golds) == 1:
-        return f"gold answer {shown(golds[0])}"
-    return f"gold answers (any is right) {', '.join(map(shown, golds))}"
+    golds = [*map(shown, each_gold(problem.answer))]
+    several = "s (any is right)" if len(golds) > 1 else ""
+    return f"gold answer{several} {', '.join(golds)}"
 
 
 def evenly(source: Sequence, count: int) -> list[int]:
@@ -487,18 +436,17 @@ def check_gold(
     return [(row, reason) for row, reason in reasons if reason], len(rows)
 
 
-def unwinnable_message(
-    scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int, most: int = 5
-) -> str:
-    """A line that names unwinnable rows, `most` of them at most, those without an answer first."""
+def unwinnable_message(scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int) -> str:
+    """A line that names unwinnable rows, five at most, those without an answer first."""
     lost = sorted(lost, key=lambda pair: pair[0].unread is None)
-    named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in lost[:most])
-    more = f"; and {len(lost) - most} more" if len(lost) > most else ""
-    if any(row.unread is not None for row, _ in lost):
-        more += "; data.answer_key=COLUMN names another column of the answer"
+    text = "; ".join(f"{row_name(row)}: {reason}" for row, reason in lost[:5])
+    if len(lost) > 5:
+        text += f"; and {len(lost) - 5} more"
+    if lost[0][0].unread is not None:
+        text += "; data.answer_key=COLUMN names another column of the answer"
     return (
         f"{len(lost)} of {checked} gold answers checked cannot be won with "
-        f"reward={scorer.name}: {named}{more}"
+        f"reward={scorer.name}: {text}"
     )
 
 

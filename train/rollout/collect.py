@@ -18,11 +18,10 @@ from specjax.engine.request import Job, Totals
 from specjax.parallel import distributed
 from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
-from train.loss.algo import REWARD, FilterGroups
 from train.loss.shared import zero_variance_groups
 from train.rewards.scoring import Score, Scorer, zero_reward_example
 from train.rollout.draws import Draws
-from train.rollout.groups import Filter, Group, Rule, StepGroups, begin_step, end_step
+from train.rollout.groups import Group, Rule, StepGroups, begin_step, end_step
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.step import StepRollout
 from train.schema import RLConfig
@@ -58,14 +57,9 @@ class Rollouts:
     ):
         roll, algo = cfg.rollout, cfg.algo
         self.cfg, self._scorer = cfg, scorer
-        self.rule = Rule(
-            roll.prompts,
-            roll.in_flight,
-            algo.dynamic_sampling,
-            max(algo.max_num_gen_batches, 0),
-            group_filter(algo.filter_groups, scorer),
-        )
-        self.draws = Draws(cfg, order, prompts, eos_ids, scorer)
+        batches = max(algo.max_num_gen_batches, 0)
+        self.rule = Rule(roll.prompts, roll.in_flight, algo.dynamic_sampling, batches)
+        self.draws = Draws(cfg, order, prompts, eos_ids)
         text = ResponseText(prompts.tokenizer, roll.sampling_params(), eos_ids)
         self.rewards = GroupRewards(scorer, text)
         self.carried: list[Group] = []
@@ -133,29 +127,24 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Returns the state between steps, as JSON for a checkpoint's metadata."""
-        golds = self.draws.golds
         return {
             "position": self.draws.position,
             "carried": [group.to_json() for group in self.carried],
             "any_reward": self._any_reward,
-            "undecided": sorted(golds.undecided) if golds else [],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state from the return value of `state`."""
         self.draws.position, self._any_reward = state["position"], state["any_reward"]
         self.zero = None
-        if self.draws.golds is not None:
-            self.draws.golds.undecided = set(state["undecided"])
         self.carried = [self.draws.restored(saved) for saved in state["carried"]]
 
     def _short_warning(self, selected: int, candidates: int) -> str | None:
         """Writes the warning that dynamic sampling did not fill the step; None if it did."""
         if selected >= self.rule.prompts:
             return None
-        kept = "" if self.rule.filter == Filter() else " and pass algo.filter_groups"
         return (
-            f"{selected} groups of {candidates} have differing rewards{kept}, fewer than "
+            f"{selected} groups of {candidates} have differing rewards, fewer than "
             f"rollout.prompts={self.rule.prompts}, and algo.max_num_gen_batches="
             f"{self.rule.batches} allows no more groups: the policy is trained on these alone. "
             "Raise it (0: no limit), or is the task too hard or too easy for the policy?"
@@ -182,13 +171,6 @@ class Rollouts:
             **totals,
             "time/reward_wait": max(one["time/reward_wait"] for one in figures),
         }
-
-
-def group_filter(cfg: FilterGroups, scorer: Scorer) -> Filter:
-    """Makes the filter of a step's groups, which are scored by `scorer`."""
-    if cfg.metric == REWARD or len(scorer.labels) == 1:
-        return Filter(None, cfg.min, cfg.max)
-    return Filter(scorer.labels.index(cfg.metric), cfg.min, cfg.max)
 
 
 def tokens_digest(groups: Iterable[Group]) -> str:

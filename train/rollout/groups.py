@@ -1,8 +1,8 @@
 """Decides which groups a step trains on, from numbers of tokens and rewards, never from time.
 
-A group is one problem with its G samples. It is *informative* if the rewards of its samples differ
-and its filter keeps it (`Filter`). Its *budget* in a step is the number of tokens that its
-longest sample needs in this step; tokens that a carried sample has from earlier steps do not count.
+A group is one problem with its G samples. It is *informative* if the rewards of its samples differ.
+Its *budget* in a step is the number of tokens that its longest sample needs in this step; tokens
+that a carried sample has from earlier steps do not count.
 The candidates are the groups carried from the step before, then the next problems in order. With a
 budget T the step
 
@@ -56,34 +56,6 @@ from train.data.tasks.layout import Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Filter:
-    """Which complete groups are informative, by the values of one figure of their samples.
-
-    The values of a group must differ, and their mean must lie within the bounds. Samples to which
-    a reward does not apply have no value; a group without values is kept.
-
-    Attributes:
-      part: number of the reward whose values are meant, of several; None for their weighted sum.
-      least: smallest mean; None for no bound.
-      most: largest mean; None for no bound.
-    """
-
-    part: int | None = None
-    least: float | None = None
-    most: float | None = None
-
-    def keeps(self, values: Sequence[float]) -> bool:
-        """Whether a group with these values is kept; a single sample has nothing to differ from."""
-        if not len(values):
-            return True
-        mean = sum(values) / len(values)
-        within = (self.least is None or mean >= self.least) and (
-            self.most is None or mean <= self.most
-        )
-        return within and (len(values) == 1 or max(values) != min(values))
-
-
-@dataclasses.dataclass(frozen=True)
 class Rule:
     """How many groups a step needs.
 
@@ -92,14 +64,12 @@ class Rule:
       in_flight: number of groups to start with, at least `prompts`.
       dynamic: whether only informative groups count, and the others are replaced.
       batches: largest number of candidates of a step, in units of `in_flight`; 0 for no limit.
-      filter: the filter of informative groups.
     """
 
     prompts: int
     in_flight: int
     dynamic: bool = False
     batches: int = 1
-    filter: Filter = Filter()
 
     @property
     def max_candidates(self) -> int | None:
@@ -115,7 +85,7 @@ class GroupStatus(NamedTuple):
     Attributes:
       at_least: lower bound of the number of tokens that it needs in this step.
       budget: number of tokens that it needs; None until it is complete.
-      informative: whether its rewards differ and the filter keeps it; True until it is complete.
+      informative: whether its rewards differ; True until it is complete.
     """
 
     at_least: int
@@ -178,8 +148,6 @@ def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> 
     ]
     return [index for _, index in sorted(accepted)]
 
-
-_ANY = Filter()
 
 NO_ROUNDS = SpecStats(())
 
@@ -322,22 +290,16 @@ class Group:
         firsts = (r.weight_versions[0][1] for r in self.responses if r.weight_versions)
         return min(firsts, default=None)
 
-    def status(self, keep: Filter = _ANY) -> GroupStatus:
+    @property
+    def status(self) -> GroupStatus:
         """The numbers by which the rule selects groups."""
         # A sample that has not ended has at least one more token to come.
         at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
         if self.rewards is None:
             return GroupStatus(at_least)
-        # A group of equal rewards has no gradient, whatever the values of a part are.
-        informative = _ANY.keeps(self.rewards) and keep.keeps(self._values(keep.part))
+        # A single sample has nothing to differ from.
+        informative = len(self.rewards) == 1 or max(self.rewards) != min(self.rewards)
         return GroupStatus(at_least, at_least, informative)
-
-    def _values(self, part: int | None) -> list[float]:
-        """The rewards, or those values of one of several rewards that are known."""
-        if part is None:
-            return self.rewards
-        values = [value for r in self.responses for value in r.parts[part : part + 1]]
-        return [value for value in values if value is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the group as a checkpoint stores it; its position leads to the problem again."""
@@ -464,7 +426,7 @@ def end_step(
     here, beyond = groups[: selection.candidates], groups[selection.candidates :]
     complete, selected, carried, unfinished, cut = [], [], [], [], 0
     for index, group in enumerate(here):
-        status = group.status(rule.filter)
+        status = group.status
         within = _within(status, selection.budget)
         if index in selection.selected:
             selected.append(len(complete))

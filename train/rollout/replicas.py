@@ -44,35 +44,6 @@ def copies_for(
     return Copies(meshes, mesh)
 
 
-def idle_device_warnings(
-    mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
-) -> list[str]:
-    """Returns warnings about devices of a job of several processes that are not used.
-
-    Args:
-      mesh: mesh of training.
-      meshes: meshes of all replicas of the job.
-    """
-    if not distributed.is_several():
-        return []
-    trains, decodes = set(mesh.devices.flat), {d for m in meshes for d in m.devices.flat}
-    lines = [
-        f"WARNING: {part}: {jax.device_count() - len(used)} of the job's {jax.device_count()} "
-        f"devices have no part in it ({setting} come to {len(used)})"
-        for part, used, setting in (
-            ("training", trains, "the axes of mesh"),
-            ("rollouts", decodes, "rollout.replicas * rollout.tp"),
-        )
-        if len(used) < jax.device_count()
-    ]
-    if trains != decodes:
-        lines.append(
-            "weights go from training to rollouts through the memory of the hosts, because these "
-            "have other devices"
-        )
-    return lines
-
-
 def join_engines(
     engines: Sequence[Engine],
     copies: Copies | None,

@@ -57,7 +57,7 @@ class SampleLog:
 
     Args:
       out_dir: directory of the run, created when absent.
-      count: number of samples of a step; 0 writes none.
+      count: number of samples of a step; 0 writes none, None all of an evaluation.
       seed: seed of the run, which decides the choice.
       tokenizer: tokenizer of the policy.
       labels: names of the rewards.
@@ -68,7 +68,7 @@ class SampleLog:
     def __init__(
         self,
         out_dir: str | Path,
-        count: int,
+        count: int | None,
         seed: int,
         tokenizer,
         labels: Sequence[str],
@@ -89,7 +89,7 @@ class SampleLog:
                 self._followed = _followed_in(path)
             except RunFileError as error:  # training needs no samples
                 move_aside(path, f"WARNING: {error}; the run goes on without its samples")
-        if count:
+        if count != 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
 
@@ -114,7 +114,7 @@ class SampleLog:
     def log_evaluation(
         self, step: int, name: str | None, labels: Sequence[str], groups: Sequence[Group]
     ) -> None:
-        """Writes the first sample of the first problems of a set; each step is written once.
+        """Writes the first sample of the first problems of a set, or all samples of all problems.
 
         Args:
           step: step after which the set was evaluated.
@@ -123,7 +123,8 @@ class SampleLog:
           groups: its problems with their samples.
         """
         for group in groups[: self._count] if self._file else ():
-            self._write(step, name or HELD_OUT, group, 0, True, labels)
+            for place in range(1 if self._count is not None else len(group.responses)):
+                self._write(step, name or HELD_OUT, group, place, place == 0, labels)
 
     def __enter__(self) -> SampleLog:
         return self

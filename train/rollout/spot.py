@@ -50,7 +50,6 @@ from specjax.parallel.context import Context
 from specjax.parallel.distributed import gather
 from train.heads.training import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.loss.packing import empty_batch
-from train.rollout.trace import Trace
 from train.schema import RLConfig
 
 
@@ -226,7 +225,6 @@ class SpotTraining:
       places: devices of each replica of this process, with equal programs; or the training mesh
         alone.
       cfg: settings of the head's training.
-      trace: recorder of the updates.
       per_process: whether each process of the job makes the updates in its own gaps.
       context: split of the batches and states that are passed to `store`.
 
@@ -242,11 +240,10 @@ class SpotTraining:
         self,
         places: Sequence[HeadDevices],
         cfg: DraftConfig,
-        trace: Trace,
         per_process: bool = False,
         context: Context | None = None,
     ):
-        self.places, self._cfg, self._trace = list(places), cfg, trace
+        self.places, self._cfg = list(places), cfg
         self._per_process, self._context = per_process, context
         self.in_rollouts = cfg.spot.gaps and not any(place.trains for place in places)
         self.buffer = ReplayBuffer(cfg.spot.buffer_tokens)
@@ -417,7 +414,6 @@ class SpotTraining:
         self.after += not update.in_gap
         if not update.moved:
             self.seconds[update.rows] = time.perf_counter() - update.started
-        self._trace.draft(self._place, update.started, update.in_gap)
 
 
 class _Running(NamedTuple):

@@ -92,7 +92,7 @@ class StepRollout:
         return self._selection()
 
     def _selection(self) -> Selection:
-        return select(self.rule, [group.status(self.rule.filter) for group in self.groups])
+        return select(self.rule, [group.status for group in self.groups])
 
     def _start(self, group: Group) -> None:
         """Adds the samples of a group to the engine."""
@@ -171,7 +171,7 @@ class StepRollout:
                 response.emitted = max(response.emitted, new)
                 if new >= budget:
                     long_enough.append(sequence)
-            if not self.partial and self.groups[index].status().at_least > budget:
+            if not self.partial and self.groups[index].status.at_least > budget:
                 self._stop([index])
             for sequence in long_enough:
                 self._abort(index, sequence)
@@ -199,11 +199,8 @@ class StepRollout:
 def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
     """Writes the warning that a step keeps replacing groups, with its rewards so far."""
     complete = [group for group in groups if group.rewards is not None]
-    dull = [group for group in complete if not group.status(rule.filter).informative]
-    alike = Counter(g.rewards[0] for g in dull if not g.status().informative)
+    alike = Counter(group.rewards[0] for group in complete if not group.status.informative)
     values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
-    filtered = len(dull) - alike.total()
-    others = f", and algo.filter_groups leaves out {filtered} more" if filtered else ""
     limit = "algo.max_num_gen_batches=0 sets no limit"
     if rule.max_candidates is not None:
         limit = f"algo.max_num_gen_batches={rule.batches} allows {rule.max_candidates} groups"
@@ -211,6 +208,6 @@ def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
         f"step {groups[-1].step} has started {len(groups)} groups, of which {len(complete)} are "
         f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
         f"rollout.prompts={rule.prompts} that it needs; in {alike.total()} all rewards are equal "
-        f"({values or 'none'}) and give no gradient{others}. It goes on, and {limit}. Is the task "
+        f"({values or 'none'}) and give no gradient. It goes on, and {limit}. Is the task "
         "too hard or too easy for the policy, or does the reward not see the difference?"
     )

@@ -11,10 +11,11 @@ them can still be read.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -29,6 +30,9 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
+
+from specjax.engine.request import Totals
 
 Fields = Sequence[tuple[str, str, str]]
 
@@ -48,6 +52,18 @@ CONSOLE_FIELDS: Fields = (
 )
 ROWS = 12  # of the table, or as many as the terminal has room for
 EVALUATION = re.compile(r"eval/.+/avg@\d+")  # the mean reward of an evaluation set
+
+
+@contextlib.contextmanager
+def sample_bar(total: int) -> Iterator[Callable[[int, Totals], None]]:
+    """Shows progress of `total` samples; yields the `on_progress` of `BaseEngine.generate`."""
+    with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
+
+        def show(ended: int, totals: Totals) -> None:
+            bar.update(ended - bar.n)
+            bar.set_postfix_str(f"{totals.tokens / max(totals.seconds, 1e-9):.0f} tok/s")
+
+        yield show
 
 
 def line_of(fields: Fields, step: int, record: Mapping[str, Any]) -> str:

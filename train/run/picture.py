@@ -1,4 +1,4 @@
-"""Draws the metrics of a run as one PNG, which `train.rl` writes at its end.
+"""Draws the metrics of a run as one PNG, which `train.rl` and `train.draft` write at their end.
 
 Every panel says in words what it shows, so that the picture stands alone. A panel whose metrics the
 run does not have is left out.
@@ -49,6 +49,16 @@ PANELS = (
         "Accept length: tokens per verification",
         "tokens emitted per round (1 = no gain)",
         {"rollout/drafted_accept_length": "rounds that draft"},
+        bottom=1.0,
+    ),
+    Panel(
+        "Held-out accept length of a head",
+        "tokens emitted per round (1 = no gain)",
+        {
+            "eval/accept_length": "head",
+            "eval/accept_length_greedy": "head, temperature 0",
+            "eval/ngram": "n-grams",
+        },
         bottom=1.0,
     ),
     Panel(
@@ -160,7 +170,7 @@ def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
             means = [sum(window) / len(window) for window in windows]
             axis.plot(steps, means, color=color, label=label, linewidth=2)
     axis.set_title(panel.title, loc="left", fontsize=11, weight="bold")
-    axis.set_xlabel("RL step", fontsize=9)
+    axis.set_xlabel("step", fontsize=9)
     axis.set_ylabel(panel.unit, fontsize=9)
     axis.grid(alpha=0.25)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -171,7 +181,7 @@ def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
 
 
 def _headline(run: Path, records: Records) -> str:
-    text = f"{run.resolve().name}: {max(record['step'] for record in records)} RL steps"
+    text = f"{run.resolve().name}: {max(record['step'] for record in records)} steps"
     for metric, label in (
         ("eval/reward", "held-out reward"),
         ("rollout/drafted_accept_length", "accept length"),

@@ -20,7 +20,6 @@ from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.interrupts import INTERRUPTED
-from specjax.kernels import dispatch
 from specjax.parallel import distributed
 from specjax.settings import fingerprint
 
@@ -83,19 +82,10 @@ _TRACED = (
     "jax_debug_nans", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_disable_jit",
     "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_threefry_partitionable",
 )  # fmt: skip
-# Variables that may change how a program is compiled, and so its last bits; kernels add theirs.
-_COMPILED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-# Variables of jax that concern a single process, caches or logs.
-_OWN = re.compile(
-    r"JAX_(PROCESS_ID|NUM_PROCESSES|COORDINATOR_\w+|\w*CACHE\w*|\w*VISIBLE_DEVICES|LOG\w*|DEBUG_LOG\w*"
-    r"|DUMP_\w+|\w*TRACEBACK\w*)"
-)
 
 
 def _agree(cfg: Any, out: Path) -> None:
     """Checks that all processes have the same settings and see the same files.
-
-    It warns where environment variables differ that may change last bits.
 
     Raises:
       ConfigError: settings differ (the message names them), or the files do.
@@ -104,25 +94,12 @@ def _agree(cfg: Any, out: Path) -> None:
     mine = fingerprint(cfg, ("distributed",)) | traced | {"the version of jax": jax.__version__}
     if cfg.rollout.telemetry is None:
         mine[TELEMETRY_VARIABLE] = cfg.rollout.spec().telemetry_on
-    names = {n for n in os.environ if n.startswith("JAX_") and not _OWN.fullmatch(n)} - {*traced}
-    names |= {*_COMPILED, *dispatch.environment()}
-    bits = {n: sorted(os.environ[n].split()) for n in names if os.environ.get(n)}
-    gathered = distributed.gather((mine, bits), "settings")
-    for process, (theirs, _) in enumerate(gathered):
+    for process, theirs in enumerate(distributed.gather(mine, "settings")):
         differing = sorted(key for key in mine if mine[key] != theirs.get(key))
         if differing:
             raise ConfigError(
                 f"process {process} was started with another value of {', '.join(differing)} than "
                 f"process {jax.process_index()}; start all with the same settings"
-            )
-    for process, (_, theirs) in enumerate(gathered):
-        differing = sorted(n for n in bits.keys() | theirs if bits.get(n) != theirs.get(n))
-        if differing and distributed.is_first():
-            print(
-                f"WARNING: process {process} has another value of {', '.join(differing)} in its "
-                "environment than process 0, so results may differ in their last bits between "
-                "them; start all with the same values",
-                flush=True,
             )
     mark = out / f".shared.{distributed.of_first(lambda: secrets.token_hex(8), 'start')}"
     if distributed.is_first():

@@ -38,7 +38,6 @@ from specjax.models.families import add_family
 from specjax.parallel import distributed
 from specjax.parallel.distributed import DistributedError
 from specjax.settings import require_same_settings
-from specjax.spelling import SettingError, dotted, spelled
 from specjax.tokenizer import reads_date
 from train.data.tasks.files import InputFileError
 from train.rewards.scoring import RewardsFailedError
@@ -86,6 +85,7 @@ class State(Protocol):
       cfg: settings of the program.
       done_steps: number of updates, or of steps of RL, that are done.
       work: the part of the step that is in progress.
+      notes: lines to print at start.
       tokenizer: tokenizer of the policy.
       restart: setting that starts a run from the weights of another, whose directory is {run}.
     """
@@ -93,6 +93,7 @@ class State(Protocol):
     cfg: Any
     done_steps: int
     work: str
+    notes: list[str]
     tokenizer: Any
     restart: str
 
@@ -163,7 +164,7 @@ class Run:
         self.signal: str | None = None
 
     def restore(self, state: State, keep_last: int) -> None:
-        """Opens the checkpoints of a state, and restores the one that a resumed run goes on from.
+        """Opens the checkpoints of a state, says its notes, and restores the one to go on from.
 
         Args:
           state: the state.
@@ -174,9 +175,12 @@ class Run:
         """
         self.state, checkpoints = state, Checkpointer(self.out / CHECKPOINTS, keep_last)
         self.checkpoints = self._stack.enter_context(checkpoints)
+        for line in state.notes:
+            say(line)
         if self.resumed:
             restore(state, self.checkpoints, self._resume_step)
             self._saved = state.done_steps
+            say(f"resumed at step {state.done_steps}")
 
     def begin(self, model: str | None, last: int, fields: Fields = CONSOLE_FIELDS) -> None:
         """Describes the run, opens its log, and has signals end it after a step.
@@ -389,8 +393,8 @@ def add_own_family(path: str | None) -> None:
     """
     try:
         add_family(path)
-    except SettingError as error:
-        raise ConfigError(spelled(error, dotted({}))) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def settle_date(cfg: Any, run: Path | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from specjax.checked_json import UnsupportedModelError
 from specjax.interfaces import Family
 from specjax.registry import FAMILIES
-from specjax.spelling import SettingError
 
 _ROWS = dict(FAMILIES.rows)  # the package's own; `add_family` adds to the table
 MEMBERS = (
@@ -41,40 +40,33 @@ def add_family(path: str | None) -> None:
       path: path `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
 
     Raises:
-      SettingError: this is no path, there is no family at it, or a user's other family has that
+      ValueError: this is no path, there is no family at it, or a user's other family has that
         `model_type`.
     """
     if path is None:
         return
     if not all(path.partition(":")):
         known = ", ".join(FAMILIES.names)
-        raise SettingError(
-            lambda spell: (
-                f"{spell('family')}: expected a family of your own as 'package.module:attribute', "
-                f"got {path!r}; those that are known, {known}, need no setting: the checkpoint's "
-                "model_type says which it is"
-            )
+        raise ValueError(
+            "family: expected a family of your own as 'package.module:attribute', "
+            f"got {path!r}; those that are known, {known}, need no setting: the checkpoint's "
+            "model_type says which it is"
         )
     try:
         family = FAMILIES.find(path)
     except ValueError as error:
-        reason = str(error)
-        raise SettingError(lambda spell: f"{spell('family')}: {reason}") from error
+        raise ValueError(f"family: {error}") from error
     if not isinstance(family, Family):
         lacking = [name for name in MEMBERS if not hasattr(family, name)]
-        raise SettingError(
-            lambda spell: (
-                f"{spell('family')}: expected {FAMILIES.expected} at {path}, got "
-                f"{type(family).__name__} without {', '.join(lacking)}"
-            )
+        raise ValueError(
+            f"family: expected {FAMILIES.expected} at {path}, got "
+            f"{type(family).__name__} without {', '.join(lacking)}"
         )
     held = FAMILIES.rows.get(family.model_type)
     if held not in (None, _ROWS.get(family.model_type)) and FAMILIES.find(held) is not family:
-        raise SettingError(
-            lambda spell: (
-                f"{spell('family')}: model_type {family.model_type!r} is that of {held} in this "
-                f"process, expected no other, got another, {path}; give one of the two a "
-                "model_type of its own, or use a process for each"
-            )
+        raise ValueError(
+            f"family: model_type {family.model_type!r} is that of {held} in this "
+            f"process, expected no other, got another, {path}; give one of the two a "
+            "model_type of its own, or use a process for each"
         )
     FAMILIES.rows[family.model_type] = path

@@ -13,22 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Array, Float, Int
-
-from specjax.interfaces import Logprobs
-from train.loss.shared import Clipped, bounded_exp
+from train.loss.shared import Clipped
 
 
 @dataclass(frozen=True)
 class GRPO(Clipped):
     """GRPO, with DAPO's clip-higher and aggregation over tokens."""
-
-    def per_token(
-        self,
-        logprobs: Logprobs,
-        advantages: Float[Array, "R S"],
-        segments: Int[Array, "R S"],
-        loss_mask: Float[Array, "R S"],
-    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
-        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)

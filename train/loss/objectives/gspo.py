@@ -3,12 +3,10 @@
     s        = exp(mean_t(logprob_t - old_logprob_t))             over the sample's loss tokens
     policy_t = -min(s_t * A, clip(s_t, 1 - clip_ratio, 1 + clip_ratio_high) * A)
 
-With `importance_sampling_level=sequence` s_t is s (arXiv 2507.18071, section 4.1; TRL's value of
-the same name). With `sequence_token`, the default, s_t has the value of s, and the gradient
-s * d logprob_t / d theta: the paper's GSPO-token (section 4.3; verl's `policy_loss.loss_mode=gspo`,
-TRL's experimental `sequence_token`). Where all tokens of a sample have the same advantage and
-weight, both have the same gradient. `sequence_token` is the one that can be weighed token by token,
-as `algo.tis` does.
+s_t has the value of s, and the gradient s * d logprob_t / d theta: GSPO-token of arXiv 2507.18071
+(section 4.3; verl's `policy_loss.loss_mode=gspo`, TRL's experimental `sequence_token`). Where all
+tokens of a sample have the same advantage and weight, its gradient is that of s (section 4.1). It
+can be weighed token by token, as `algo.tis` does.
 
 The clip range is that of the paper: s is a mean over tokens, and moves far less than their ratios.
 `loss_aggregation=token` is an option that the paper does not have.
@@ -22,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.config.checks import choice
 from specjax.interfaces import Logprobs
 from specjax.settings import option
 from train.loss.shared import (
@@ -32,8 +29,6 @@ from train.loss.shared import (
     sample_sums,
 )
 
-LEVELS = ("sequence_token", "sequence")
-
 
 @dataclass(frozen=True)
 class GSPO(Clipped):
@@ -42,21 +37,11 @@ class GSPO(Clipped):
     Attributes:
       clip_ratio: distance below 1 at which a sample's ratio is clipped.
       clip_ratio_high: distance above 1 at which a sample's ratio is clipped.
-      importance_sampling_level: `sequence_token`, the gradient of a token is that of its own
-        log-probability, or `sequence`, that of the sample's ratio.
     """
 
     loss_aggregation: str = option("sequence", choices=LOSS_AGGREGATIONS)
     clip_ratio: float = option(3e-4, needs="off_policy")
     clip_ratio_high: float = option(4e-4, needs="off_policy")
-    # Else all tokens of a sample have the same weight, and both levels the same gradient.
-    importance_sampling_level: str = option(
-        "sequence_token", choices=LEVELS, needs=("tis", "tis_level=token")
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
 
     def per_token(
         self,
@@ -68,9 +53,6 @@ class GSPO(Clipped):
         """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
         new = logprobs.new
         lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
-        if self.importance_sampling_level == "sequence":
-            log_ratio = sample_sums(new - logprobs.old, segments) / lengths
-            return self.surrogate(bounded_exp(log_ratio), advantages)
         fixed = jax.lax.stop_gradient(new)
         log_ratio = sample_sums(fixed - logprobs.old, segments) / lengths  # 0 outside of the loss
         return self.surrogate(bounded_exp(log_ratio + (new - fixed)), advantages)

@@ -1,26 +1,25 @@
 """REINFORCE++: one advantage per token, normalised over all tokens of the step.
 
     return_t = r - kl_coef * sum(kl_u, u >= t)
-    A_t      = (return_t - mean) / (std + advantage_eps)          over all loss tokens of the step
+    A_t      = (return_t - mean) / (std + 1e-6)                   over all loss tokens of the step
     ratio_t  = exp(logprob_t - old_logprob_t)
     policy_t = -min(ratio_t * A_t, clip(ratio_t, 1 - clip_ratio, 1 + clip_ratio_high) * A_t)
 
 (arXiv 2501.03262. Mean and standard deviation over tokens are those of verl and OpenRLHF, so that
-long samples count more.) With `group_baseline` the mean reward of its group is subtracted from r
-first: the paper's REINFORCE++-baseline, for several samples of each prompt.
+long samples count more.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
-from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.shared import Clip, bounded_exp, comparable, zero_variance_groups
+from train.loss.shared import STD_EPS, Clip, comparable
 
 
 @dataclass(frozen=True)
@@ -29,23 +28,10 @@ class ReinforcePP(Clip):
 
     Attributes:
       clip_ratio_high: distance above 1 at which the ratio is clipped.
-      group_baseline: whether the mean reward of its group is subtracted from that of a sample.
-      advantage_eps: added to the standard deviation.
     """
 
     clip_ratio_high: float = option(0.2, needs="off_policy")
-    group_baseline: bool = False
-    advantage_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.advantage_eps < 0:
-            raise ValueError(f"advantage_eps: expected at least 0, got {self.advantage_eps}")
-
-    @property
-    def least_samples(self) -> int:
-        """The smallest number of samples per prompt: without a baseline of the group it is 1."""
-        return 2 if self.group_baseline else 1
+    least_samples: ClassVar[int] = 1  # of a prompt: no sample is compared with others of its group
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages of samples of one token each, see `token_advantages`."""
@@ -70,10 +56,6 @@ class ReinforcePP(Clip):
           ValueError: see `comparable`.
         """
         rewards = comparable(rewards, least=self.least_samples)
-        if self.group_baseline:
-            alike = zero_variance_groups(rewards)
-            rewards = rewards - rewards.mean(axis=1, keepdims=True)
-            rewards[alike] = 0.0  # the mean of equal numbers may differ from them in its last bit
         returns = [
             reward - np.cumsum(penalty[::-1])[::-1]
             for reward, penalty in zip(rewards.ravel(), penalties, strict=True)
@@ -82,18 +64,8 @@ class ReinforcePP(Clip):
         if not len(inside) or inside.min() == inside.max():
             return [np.zeros(len(mask), np.float32) for mask in masks]
         # The standard deviation of all tokens; verl's divides by one token less.
-        mean, scale = inside.mean(), inside.std() + self.advantage_eps
+        mean, scale = inside.mean(), inside.std() + STD_EPS
         return [
             ((r - mean) / scale * (m > 0)).astype(np.float32)
             for r, m in zip(returns, masks, strict=True)
         ]
-
-    def per_token(
-        self,
-        logprobs: Logprobs,
-        advantages: Float[Array, "R S"],
-        segments: Int[Array, "R S"],
-        loss_mask: Float[Array, "R S"],
-    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
-        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)

@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
-from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.shared import Clip, bounded_exp, comparable, zero_variance_groups
+from train.loss.shared import Clip, comparable, zero_variance_groups
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,3 @@ class RLOO(Clip):
         advantages = (rewards - rewards.mean(axis=1, keepdims=True)) * count / (count - 1)
         advantages[zero_variance_groups(rewards)] = 0.0
         return advantages.astype(np.float32)
-
-    def per_token(
-        self,
-        logprobs: Logprobs,
-        advantages: Float[Array, "R S"],
-        segments: Int[Array, "R S"],
-        loss_mask: Float[Array, "R S"],
-    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
-        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)
