@@ -311,7 +311,7 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
         engine.step()
     suspended = engine.suspend()
     assert all(0 < len(s.tokens) < 40 for s in suspended)
-    added = [engine.add(s.job, s.progress()) for s in suspended]
+    added = [engine.add(s.job, s.output()) for s in suspended]
     found = {}
     while engine.has_work:
         found |= {event.sequence: event.sample for event in engine.step()}
