@@ -87,7 +87,6 @@ class ModelSource(Draft):
 
     cfg: ModelConfig
     vocab: int
-    noun = "a model"
 
     def __post_init__(self):
         if cost(self.cfg, 1).slot:
@@ -139,9 +138,6 @@ class ModelSource(Draft):
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
         return vocabulary.columns(head, ids, self.cfg)
-
-    def margin(self, steps: int) -> int:
-        return max(steps + 1, ABSORBED)
 
     def cost(self, page_size: int) -> Cost:
         return Cost(cost(self.cfg, page_size).page, 4)

@@ -220,7 +220,6 @@ class MTPSource(HeadSource):
 
     cfg: ModelConfig
     in_policy = True
-    noun = "an MTP head"
 
     @classmethod
     def of(cls, target: ModelConfig, spec: SpecConfig | None = None) -> MTPSource:

@@ -349,7 +349,7 @@ class Engine(BaseEngine):
     def suspend(self) -> list[Sample]:
         """Removes and returns all samples that are not finished.
 
-        `add(sample.job, sample.progress())` continues one later. The next `step` returns the
+        `add(sample.job, sample.output())` continues one later. The next `step` returns the
         samples that ended meanwhile.
         """
         self.drain()
