@@ -221,7 +221,7 @@ class Generation:
             if self._thread.asleep:
                 raise Asleep("the server is asleep; POST /wake")
             for job in parsed.jobs:
-                self._llm.engine.check(dataclasses.replace(job, limit=len(job.prompt)))
+                self._llm.engine.make(dataclasses.replace(job, limit=len(job.prompt)))
 
         await self._thread.call(check)
         request = Request(parsed.jobs, arrived, False)

@@ -647,7 +647,6 @@ class Draft(Protocol):
         its place, such as the embedding of a head that is tied to it.
       has_files: whether its weights lie in files of their own, see `rows`.
       in_policy: whether its weights lie among those of its policy, whose config describes it.
-      noun: what its files are, for messages.
     """
 
     needs: DraftNeeds = DraftNeeds()
@@ -656,7 +655,6 @@ class Draft(Protocol):
     aliases: Mapping[str, str] = MappingProxyType({})
     has_files: bool = False
     in_policy: bool = False
-    noun: str = "a draft"
 
     @classmethod
     def of(cls, target: Any, spec: Any) -> Draft:
@@ -864,10 +862,6 @@ class Draft(Protocol):
           samples: samples that have ended since the last call.
         """
         raise NotImplementedError(_lacks(type(self), "feed"))
-
-    def margin(self, steps: int) -> int:
-        """Counts the positions past the longest sequence that rounds of `steps` steps write to."""
-        return 0
 
     def cost(self, page_size: int) -> Cost:
         """Counts the bytes of the draft's memory."""

@@ -140,6 +140,8 @@ def run(cfg: EvalConfig) -> dict[str, float]:
     with sample_bar(sum(len(each.problems) * each.asked.n for each in sets)) as show:
         evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
     inputs.scorer.close()
+    if (line := engine.slower_than_plain()) is not None:
+        say(f"{line}; rollout.strategy=off decodes plainly")
     metrics, totals = evaluated.metrics, evaluated.totals
     metrics["eval/tokens_per_sec"] = totals.tokens / max(totals.seconds, 1e-9)
     if totals.steps and totals.rounds:

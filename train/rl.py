@@ -86,6 +86,8 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
     plot = picture.draw(out) if distributed.is_first() else out / picture.PICTURE
+    if (line := trainer.engine.slower_than_plain()) is not None:
+        say(f"{line}; rollout.strategy=off decodes plainly")
     say(f"total {time.perf_counter() - began:.0f} s\nplot: {plot}")
     say(f"page: python -m train.view {out}")
     return plot

@@ -106,6 +106,8 @@ def _generate(
     invalid = sum(sample.error is not None for _, sample in ended)
     if cfg.stats:
         _print(_stats(llm, totals, len(missing), compiling))
+        if (line := llm.engine.slower_than_plain()) is not None:
+            _print(f"{line}; strategy=off decodes plainly")
     if llm.telemetry is not None:  # why drafts were rejected
         _print(str(llm.telemetry.summary()))
     if failed:
@@ -181,7 +183,7 @@ def _ask(
     where, eos = "the prompt", llm.cfg.eos_token_ids  # the caller's message names it
     ids = check_prompt(where, ids, llm.cfg.vocab_size, llm.tokenizer)
     jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where, seeds)
-    llm.engine.check(jobs[0])
+    llm.engine.make(jobs[0])
     local = Path(cfg.model).exists()
     place = str(Path(cfg.model).resolve()) if local else f"{cfg.model}@{cfg.revision or 'main'}"
     return Request(prompt, ids, params, jobs, key_of(place, jobs[0]))

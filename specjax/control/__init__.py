@@ -1,7 +1,7 @@
 """Which strategy next: controllers that watch chunks and choose between them."""
 
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import OFF, Controller, Observation, Static
+from specjax.control.base import OFF, Controller, Observation, Static, slower_than_plain
 from specjax.control.config import ControlConfig, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
@@ -21,4 +21,5 @@ __all__ = [
     "Observation",
     "Static",
     "make_controller",
+    "slower_than_plain",
 ]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("specjax.control")
 
 OFF = Strategy.OFF.name
+SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a line
 LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
@@ -93,6 +94,22 @@ class Observation:
         """Seconds per round; None where the duration is not known."""
         seconds, rounds = float(self.seconds), self.rounds
         return seconds / rounds if rounds and math.isfinite(seconds) and seconds > 0 else None
+
+
+def slower_than_plain(controllers: Sequence[Controller]) -> str | None:
+    """Says that drafting took longer than plain decoding would have; None: it did not.
+
+    Args:
+      controllers: the controllers of all replicas, whose seconds are summed.
+    """
+    times = [controller.seconds_of_drafting() for controller in controllers]
+    drafting, plain, total = map(sum, zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    if drafting - plain <= SLOWER * total:
+        return None
+    return (
+        f"drafting took {drafting:.1f} s, and plain decoding of the same tokens would have taken "
+        f"{plain:.1f} s, by the costs that the controller measured"
+    )
 
 
 class Controller(abc.ABC):
@@ -206,6 +223,14 @@ class Controller(abc.ABC):
         no costs return {}.
         """
         return {}
+
+    def seconds_of_drafting(self) -> tuple[float, float, float]:
+        """Returns the seconds of chunks that drafted, of plain decoding instead, and of all chunks.
+
+        The second is what the tokens of the first would have taken by measured costs; chunks
+        without such a cost are left out of both.
+        """
+        return 0.0, 0.0, 0.0
 
     def identity(self) -> dict[str, Any]:
         """Returns what a state must have been saved under."""

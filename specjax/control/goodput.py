@@ -223,12 +223,14 @@ class Goodput(Controller):
       regret_seconds: estimated seconds lost, by probes and late switches, against the strategy
         that scored best when each chunk was observed.
       seconds: duration of all chunks.
+      drafting_seconds: duration of the chunks that drafted, where the cost of `off` was measured.
+      plain_seconds: what plain decoding would have taken for the tokens of these chunks.
       probes: number of probes so far.
     """
 
     kind = "goodput"
     saved = (
-        *Controller.saved, "regret_seconds", "seconds",
+        *Controller.saved, "regret_seconds", "seconds", "drafting_seconds", "plain_seconds",
         "probes", "_best", "_emitted", "_ended", "_length", "_chunk_tokens", "_last", "_probed",
         "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_starts",
     )  # fmt: skip
@@ -245,6 +247,7 @@ class Goodput(Controller):
         self.costs = CostTable.from_state((costs or CostTable()).state())
         self.acceptance = Acceptance(self.strategies, HALF_LIFE, PRIOR)
         self.regret_seconds = self.seconds = 0.0
+        self.drafting_seconds = self.plain_seconds = 0.0
         self.probes = 0
         # The strategy in use, by bucket.
         self._best: list[str | None] = [None] * len(self.costs.buckets)
@@ -457,6 +460,13 @@ class Goodput(Controller):
         self.seconds += seconds
         self.regret_seconds += lost
         self._credit += self.config.probe_fraction * seconds
+        if seen.strategy != OFF and OFF in self.arms and self.costs.known(OFF, seen.batch_size):
+            rounds = seen.tokens / seen.batch_size
+            self.drafting_seconds += seconds
+            self.plain_seconds += rounds * self.round_seconds(OFF, seen.batch_size, seen.context)
+
+    def seconds_of_drafting(self) -> tuple[float, float, float]:
+        return self.drafting_seconds, self.plain_seconds, self.seconds
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {

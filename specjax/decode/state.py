@@ -122,11 +122,6 @@ class StateSizes(interfaces.Room):
     stop_width: int
 
 
-def margin(plan: Plan) -> int:
-    """How many positions past the longest sequence a commit or a draft source may write to."""
-    return max(plan.steps + 1, plan.source.margin(plan.steps) if plan.source else 0)
-
-
 def empty_state(plan: Plan, sizes: StateSizes) -> DecodeState:
     """Makes a state of empty slots.
 

@@ -186,13 +186,6 @@ class DFlashSource(FileHead):
 
     title = "DFlash"
 
-    def switches(self) -> str:
-        cfg = self.cfg
-        text = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
-        if windows := self.windows():
-            text += f", {windows}, causal true"
-        return text
-
     def refuses(self, strategy: Any) -> str | None:
         """See `Draft.refuses`: no more steps than the largest block has masks."""
         most = self.cfg.block - 1

@@ -258,20 +258,6 @@ class Eagle3Source(FileHead):
     def title(self) -> str:
         return "EAGLE-3" if self.cfg.mask_token is None else "P-EAGLE"
 
-    def switches(self) -> str:
-        cfg = self.cfg
-        taps = "post_norm" if cfg.taps == FINAL else str(list(cfg.taps))
-        parts = [
-            f"aux_hidden_state_layer_ids {taps}",
-            f"norm_before_residual {str(cfg.norm_before_residual).lower()}",
-            f"fc_norm {cfg.fc_norm}",
-            f"norm_output {str(cfg.norm_output).lower()}",
-            f"backbone {cfg.network.model_type}",
-        ]
-        parts += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
-        parts += [self.windows()] if self.windows() else []
-        return ", ".join(parts)
-
     # --- training --------------------------------------------------------------------------------
 
     def embeddings(self, params: Params, policy: Params, tokens: Sequence) -> list[Array]:
@@ -333,8 +319,7 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
     if not attention:
         raise ValueError(
             "a new EAGLE-3 head has attention like the target's, and none of the target's layers "
-            f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}; draft from "
-            "n-grams or with a standalone model"
+            f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}"
         )
     last, dense = attention[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
     mixer = Attention(

@@ -83,8 +83,7 @@ class FileHead(HeadSource):
     `is_of(raw, tensors)`: whether a config.json and tensors, by name, are those of such a head;
     `read_files(file, raw, tensors, target)`: makes the head of them, see `Draft.read`;
     `rows`: the layers' arrays under `layers`, and those of `own_rows`; `saved`; `title`: the name
-    of this kind of head; `switches()`: names the settings that change no shape, with their values;
-    and `bound`, which returns a `HeadNetwork`.
+    of this kind of head; and `bound`, which returns a `HeadNetwork`.
 
     Attributes:
       cfg: what the head computes.
@@ -193,25 +192,16 @@ class FileHead(HeadSource):
 
     # --- for the user ----------------------------------------------------------------------------
 
-    def windows(self) -> str:
-        """Names the window and the layers that have it; empty where none has."""
-        windows = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
-        used = {i: window for i, window in windows.items() if window is not None}
-        sizes = ", ".join(map(str, dict.fromkeys(used.values())))
-        return f"sliding_window {sizes} in the layers {list(used)}" if used else ""
-
     def described(self) -> str:
-        """See `Draft.described`."""
-        cfg, network = self.cfg, self.cfg.network
-        count = network.num_layers
-        drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
-        whose = {True: "its own", False: "the target's"}
-        return (
-            f"{self.title} head ({self.layout}): {self.switches()}; {count} "
-            f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
-            f"{cfg.target_vocab} tokens, {whose[cfg.own_head]} lm_head, {whose[cfg.own_embedding]} "
-            "embedding"
-        )
+        """See `Draft.described`: names every setting, for some of them change no shape."""
+        network, settings = self.cfg.network, dict(vars(self.cfg))
+        settings |= {
+            "network": f"{network.model_type} of width {network.hidden_size}",
+            "windows": [layer.mixer.window for layer in network.layers],
+            "draft_tokens": network.vocab_size,
+        }
+        named = ", ".join(f"{name} {value}" for name, value in settings.items())
+        return f"{self.title} head ({self.layout}): {named}"
 
     # --- training --------------------------------------------------------------------------------
 

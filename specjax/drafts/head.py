@@ -292,9 +292,6 @@ class HeadSource(Draft):
 
     # --- its memory and its rounds ----------------------------------------------------------------
 
-    def margin(self, steps: int) -> int:
-        return max(steps, ABSORBED) + self.modules
-
     def cost(self, page_size: int) -> Cost:
         state = self.taps_width * jnp.dtype(self.network.run.compute_dtype).itemsize
         slot = (self.needs.window + self.modules) * state + 8

@@ -119,8 +119,7 @@ class HeadFiles:
         if problems:
             raise UnsupportedModelError(
                 f"{self.file}: this {self.kind} head needs what is not implemented: "
-                f"{'; '.join(dict.fromkeys(problems))}; use another head, or remove from "
-                "config.json what the program that trained this one does not read"
+                f"{'; '.join(dict.fromkeys(problems))}; use another head"
             )
 
     def network(self, backbone: str, layers: int, vocabulary: int) -> ModelConfig:
@@ -161,7 +160,7 @@ class HeadFiles:
         if columns > size or ("d2t" not in tensors and columns != size):
             raise self.error(
                 f"the head has {columns} draft tokens of the target's {size}: expected at most "
-                f"these, and, if they are fewer, a tensor d2t [{columns}], their offsets"
+                f"these, and a tensor d2t [{columns}], if they are fewer"
             )
         if "d2t" not in tensors:
             return columns, False
@@ -171,8 +170,8 @@ class HeadFiles:
         ids = np.arange(columns) + np.asarray(tensors["d2t"][(slice(None),)]).astype(np.int64)
         if len(np.unique(ids)) < columns or ids.min() < 0 or ids.max() >= size:
             raise self.error(
-                f"d2t stands for {len(np.unique(ids))} different tokens from {ids.min()} to "
-                f"{ids.max()}, expected {columns} from 0 to {size - 1}; it holds offsets"
+                f"d2t, of offsets, stands for {len(np.unique(ids))} different tokens from "
+                f"{ids.min()} to {ids.max()}, expected {columns} from 0 to {size - 1}"
             )
         return columns, True
 

@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
 from specjax.drafts import ABSORBED, vocabulary
@@ -88,20 +87,14 @@ class ModelSource(Draft):
 
     cfg: ModelConfig
     vocab: int
-    noun = "a model"
 
     def __post_init__(self):
-        kinds = sorted({x.mixer.kind for x in self.cfg.layers if self._has_slots(x)})
-        if kinds:
+        if cost(self.cfg, 1).slot:
+            kinds = sorted({layer.mixer.kind for layer in self.cfg.layers})
             raise ValueError(
                 f"a standalone draft model keeps keys and values alone, and this one has layers of "
-                f"{', '.join(kinds)} with recurrent state; draft with a head of the policy or with "
-                "n-grams, or use another draft model"
+                f"{', '.join(kinds)} with recurrent state; draft with a head of the policy"
             )
-
-    def _has_slots(self, layer: Layer) -> bool:
-        """Returns whether a layer keeps anything of a sequence beside pages."""
-        return bool(cost(self.cfg.replace(layers=(layer,)), 1).slot)
 
     @classmethod
     def recognises(cls, files: DraftFiles, target: ModelConfig | None) -> bool:
@@ -145,9 +138,6 @@ class ModelSource(Draft):
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
         return vocabulary.columns(head, ids, self.cfg)
-
-    def margin(self, steps: int) -> int:
-        return max(steps + 1, ABSORBED)
 
     def cost(self, page_size: int) -> Cost:
         return Cost(cost(self.cfg, page_size).page, 4)
@@ -272,8 +262,7 @@ def check_vocabulary(
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"the draft model has a vocabulary of {sizes[0]}, the target of {sizes[1]}; "
-                "expected the same, or a tokenizer beside each to show that the ids they share "
-                "mean the same; use a draft model of the target's family"
+                "expected the same, or a tokenizer beside each"
             )
         return
     theirs = {index: token for token, index in draft_ids.items()}

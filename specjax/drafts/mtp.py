@@ -54,9 +54,8 @@ def head_layer(cfg: ModelConfig) -> Layer:
     layer = dataclasses.replace(cfg.layers[-1], mixer=mixer)
     if cost(cfg.replace(layers=(layer,)), 1).slot:
         raise ValueError(
-            "an MTP head is made like the model's last layer, and keeps nothing but pages; the "
-            f"last layer is {mixer.kind}, which keeps recurrent state: draft from n-grams or with "
-            "a standalone model"
+            "an MTP head is made like the model's last layer, and keeps nothing but pages; that "
+            f"is {mixer.kind}, which keeps recurrent state: use another draft"
         )
     return layer
 
@@ -138,10 +137,7 @@ class MTPHead(HeadNetwork):
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
     if cfg.mtp_num_layers < 1:
-        raise ValueError(
-            f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}; set it in the model "
-            "config"
-        )
+        raise ValueError(f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}")
     rngs, layer = nnx.Rngs(seed), layer_rows(head_layer(cfg), cfg.hidden_size)
 
     def drawn(rows: Mapping[str, Param], depth: int = 1) -> Params:
@@ -224,7 +220,6 @@ class MTPSource(HeadSource):
 
     cfg: ModelConfig
     in_policy = True
-    noun = "an MTP head"
 
     @classmethod
     def of(cls, target: ModelConfig, spec: SpecConfig | None = None) -> MTPSource:

@@ -76,13 +76,6 @@ class NgramSource(Draft):
     shortest: int = 1
     siblings: bool = True
 
-    def __post_init__(self):
-        if not 1 <= self.shortest <= self.longest <= 127:
-            raise ValueError(
-                "expected 1 <= shortest <= longest <= 127 (match lengths are kept in a byte), got "
-                f"{self.shortest} and {self.longest}"
-            )
-
     @classmethod
     def of(cls, target: ModelConfig, spec: SpecConfig) -> NgramSource:
         return cls(target.vocab_size, spec.ngram_max, spec.ngram_min, spec.ngram_siblings)

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from specjax.config import SpecConfig
+from specjax.control import slower_than_plain
 from specjax.decode.options import Features
 from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
 from specjax.engine.runner import Runner
-from specjax.engine.sequence import Finished, Progress, Sample
+from specjax.engine.sequence import Finished, Sample
 from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -87,10 +88,7 @@ class BaseEngine(abc.ABC):
             return StartUp()
         for engine in self.engines:
             if engine.scheduler.positions:
-                raise RuntimeError(
-                    "warm_up would overwrite the caches of samples that run; call it before "
-                    "add(), or suspend() them and add them again"
-                )
+                raise RuntimeError("warm_up would overwrite the caches of samples that run")
         programs = [engine.programs() for engine in self.engines]
         return self._prepare(programs, features, on_program)
 
@@ -156,20 +154,18 @@ class BaseEngine(abc.ABC):
           RuntimeError: some samples are not finished, and so need both.
         """
 
-    def make(self, job: Job, progress: Progress | None = None) -> Sample:
+    def make(self, job: Job, before: SampleOutput | None = None) -> Sample:
         """Makes a sample of a job, for `queue`.
 
         Args:
           job: the sample to generate.
-          progress: state of the sample in an earlier run, which it continues.
+          before: the sample as an earlier run left it, which it continues.
 
         Raises:
           ValueError: the job does not fit.
         """
-        runner, facts = (
-            self.runner,
-            (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit),
-        )
+        runner = self.runner
+        facts = job.params, job.prompt, job.stop_ids, job.bad_words, job.limit
         checked, features = self._checked
         if not all(map(operator.is_, facts, checked)):  # else it is of the same request
             check_job(job.where, job, self.limits)
@@ -178,35 +174,35 @@ class BaseEngine(abc.ABC):
         limit, pages = min(job.limit, runner.max_len), runner.pages - 1
         if (wanted := runner.pages_of(limit)) > pages:
             raise ValueError(
-                f"{job.where} may take {wanted} cache pages of {runner.page_size} "
-                f"positions, and there are {pages}; raise cache_bytes (a page takes "
-                f"{runner.page_bytes} bytes), or lower max_tokens"
+                f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
+                f"there are {pages}; raise cache_bytes, or lower "
+                f"max_tokens"
             )
-        if progress is not None:
-            _check_progress(job, progress, limit - len(job.prompt))
+        if before is not None:
+            _check_continued(job, before, limit - len(job.prompt))
         if job.limit > limit:
             job = dataclasses.replace(job, limit=limit)
-        return Sample(job, runner.steps, features, progress)
+        return Sample(job, runner.steps, features, before)
 
     @abc.abstractmethod
     def queue(self, sample: Sample) -> Sample:
         """Queues a sample that `make` made; returns the object that represents it."""
 
-    def add(self, job: Job, progress: Progress | None = None) -> Sample:
+    def add(self, job: Job, before: SampleOutput | None = None) -> Sample:
         """Queues a sample; returns the object that represents it in `abort` and `step`.
 
         Args:
           job: the sample to generate.
-          progress: state of the sample in an earlier run, which it continues.
+          before: the sample as an earlier run left it, which it continues.
 
         Raises:
           ValueError: the job does not fit.
         """
-        return self.queue(self.make(job, progress))
+        return self.queue(self.make(job, before))
 
-    def check(self, job: Job, progress: Progress | None = None) -> None:
-        """Raises ValueError if `add` cannot take the job."""
-        self.make(job, progress)
+    def slower_than_plain(self) -> str | None:
+        """See `specjax.control.slower_than_plain`, of this process's engines."""
+        return slower_than_plain([engine.controller for engine in self.engines])
 
     @abc.abstractmethod
     def step(self) -> list[Finished]:
@@ -228,17 +224,13 @@ class BaseEngine(abc.ABC):
         """Raises RuntimeError if samples are not finished."""
         if self.outstanding:
             raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
-                "them and add them again later"
+                f"{self.outstanding} samples are not finished; step() until they are"
             )
 
     def require_no_work(self) -> None:
         """Raises RuntimeError if samples of `add` are not finished."""
         if self.has_work:
-            raise RuntimeError(
-                "samples that were added are not finished; step() until they are, or abort them, "
-                "before generating others"
-            )
+            raise RuntimeError("samples that were added are not finished; step() until they are")
 
     def generate(
         self,
@@ -284,14 +276,13 @@ class BaseEngine(abc.ABC):
         return outputs, totals
 
 
-def _check_progress(job: Job, progress: Progress, room: int) -> None:
-    """Raises ValueError if a sample of at most `room` tokens cannot continue from `progress`."""
-    count, problem = len(progress.tokens), None
-    if job.params.logprobs is not None:
-        problem = "asks for top logprobs, which are not kept across runs; leave them out"
-    elif job.params.transformed_logprobs and len(progress.transformed or ()) < count:
-        problem = "asks for transformed logprobs, which that run was not asked for; leave them out"
+def _check_continued(job: Job, before: SampleOutput, room: int) -> None:
+    """Raises ValueError if a sample of at most `room` tokens cannot continue from `before`."""
+    count, problem = len(before.token_ids), None
+    lacks = job.params.transformed_logprobs and len(before.transformed_logprobs or ()) < count
+    if job.params.logprobs is not None or lacks:
+        problem = "asks for logprobs that are not kept across runs, or were not asked for then"
     elif count >= room:
-        problem = f"has {count} tokens of at most {room}; it has ended, or raise max_tokens"
+        problem = f"has {count} tokens of at most {room}; raise max_tokens"
     if problem is not None:
         raise ValueError(f"{job.where} continues an earlier run and {problem}")

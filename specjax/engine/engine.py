@@ -230,15 +230,11 @@ class Engine(BaseEngine):
         first = self.controller if self.warm_rows or not self._starts_plain else self._plain
         plans, using = self.runner.plans, f"Using strategy: {first.active}"
         if len(plans) > 1:
-            kind = self.control.controller
-            using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
-            if self.control.bs_threshold is not None:
-                using += f", off for more than {self.control.bs_threshold} samples at once"
+            using += f" at first, of {', '.join(plans)}"
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
         graphs = self.runner.executables.graphs.line
-        lines = [f"Speculative decoding enabled: {enabled}", using, kernel]
-        return lines if graphs is None else [*lines, graphs]
+        return [f"Speculative decoding enabled: {enabled}", using, kernel, *filter(None, [graphs])]
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -310,8 +306,7 @@ class Engine(BaseEngine):
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         if self.drafted is None:
             raise ValueError(
-                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
-                "at the start to have it propose N of them"
+                "tokens are drafted of the whole vocabulary; give SpecConfig(draft_vocab=N)"
             )
         self.drafted.set(ids)
 
@@ -354,7 +349,7 @@ class Engine(BaseEngine):
     def suspend(self) -> list[Sample]:
         """Removes and returns all samples that are not finished.
 
-        `add(sample.job, sample.progress())` continues one later. The next `step` returns the
+        `add(sample.job, sample.output())` continues one later. The next `step` returns the
         samples that ended meanwhile.
         """
         self.drain()
@@ -386,10 +381,7 @@ class Engine(BaseEngine):
         """
         runner, executables = self.runner, self.runner.executables
         if runner.weights.policy is None:
-            raise RuntimeError(
-                "there are no weights to run with: they were released, or never set; call "
-                "set_params() before step()"
-            )
+            raise RuntimeError("there are no weights; call set_params() before step()")
         self._warm_up_if_due()
         if executables.graphs.wanted and not executables.is_checked and self.unfinished:
             self._check_graphs()
@@ -494,9 +486,8 @@ class Engine(BaseEngine):
         """Raises RuntimeError if samples wait that can never start."""
         if self.unfinished and not self.scheduler.running:
             raise RuntimeError(
-                f"{self.scheduler.waiting} samples wait and none can start in "
-                f"{self.scheduler.pool.free} free cache pages of {self.scheduler.pool.count - 1}: "
-                "a bug of the scheduler; raise cache_bytes to go on without it"
+                f"{self.scheduler.waiting} samples wait, and none can start in "
+                f"{self.scheduler.pool.free} free cache pages: a bug of the scheduler"
             )
 
     def _schedule(self) -> bool:

@@ -26,7 +26,7 @@ from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
-from specjax.engine.sequence import Finished, Progress, Sample
+from specjax.engine.sequence import Finished, Sample
 from specjax.interfaces import Params
 from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
@@ -164,10 +164,7 @@ class Hosts(BaseEngine):
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
         if ids is None:
-            raise ValueError(
-                "each process has counted its own samples; give the ids to draft from, the same on "
-                "all processes"
-            )
+            raise ValueError("each process has counted its own samples; give ids")
         self.own.set_draft_ids(ids)
 
     def release(self, weights: bool = True) -> None:
@@ -187,8 +184,8 @@ class Hosts(BaseEngine):
 
     # --- samples ---------------------------------------------------------------------------------
 
-    def make(self, job: Job, progress: Progress | None = None) -> Sample:
-        return self.own.make(job, progress)
+    def make(self, job: Job, before: SampleOutput | None = None) -> Sample:
+        return self.own.make(job, before)
 
     def queue(self, sample: Sample) -> SharedSample:
         together = self._prompts.setdefault(sample.job.prompt_hash, {})

@@ -162,10 +162,7 @@ class LLM:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         several = replicas > 1 or tp > 1
         if several and mesh is not None:
-            raise ValueError(
-                "got a mesh and replicas or tp; replicas make meshes of their own: give one of the "
-                "two"
-            )
+            raise ValueError("replicas and tp make meshes of their own; leave out mesh, or both")
         meshes = sharding.replica_meshes(replicas, tp) if several else [mesh]
         self.notes: list[str] = []
         generation = asked_for(generation_config)
@@ -514,10 +511,9 @@ class LLM:
     def _chat_prompts(self, messages, *args, **named) -> list[list[int]]:
         """The prompts of conversations, as token ids; further arguments are those of `chat_ids`."""
         if self.tokenizer is None or not has_chat_template(self.tokenizer):
-            missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
             raise ValueError(
-                f"chat needs a tokenizer with a chat template, and the checkpoint has {missing}; "
-                "pass LLM(..., tokenizer=...), or use generate"
+                "chat needs a tokenizer with a chat template, and the checkpoint has none; pass "
+                "LLM(..., tokenizer=...), or use generate"
             )
         return [
             chat_ids(self.tokenizer, conversation, *args, **named)
@@ -637,6 +633,8 @@ class LLM:
                 "accept length has been %.2f for %d rounds: speculation only costs time; is the "
                 "draft the one that belongs to this policy?", length, totals.drafted_rounds
             )  # fmt: skip
+        if (line := engine.slower_than_plain()) is not None:
+            log.log(logging.WARNING if progress else logging.INFO, "%s", line)
         return result
 
 
@@ -662,7 +660,7 @@ def as_prompts(given: Any) -> list[Prompt]:
     """
     several = _as_list(given)
     if several is None or (several and isinstance(several[0], numbers.Number)):
-        return [_as_prompt("the prompt", given)]
+        several = [given]
     if not several:
         raise ValueError("no prompts were given; expected at least one")
     return [_as_prompt(f"prompt {index}", prompt) for index, prompt in enumerate(several)]
@@ -678,8 +676,8 @@ def _as_prompt(where: str, given: Any) -> Prompt:
     if prompt is None:
         raise ValueError(
             f"{where}: expected text, a list of token ids, or a dict with one key, "
-            "{'prompt': text} or {'prompt_token_ids': ids}, or a list of these, got "
-            f"{_named(given)}; for messages use LLM.chat"
+            f"{{'prompt': text}} or {{'prompt_token_ids': ids}}, got {_named(given)}; for messages "
+            "use LLM.chat"
         )
     return prompt
 
@@ -696,11 +694,11 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
     """
     if isinstance(given, SamplingParams):
         return [given] * prompts
-    several = _as_list(given) or [given]
+    several = _as_list(given) or []
     if len(several) != prompts or not all(isinstance(p, SamplingParams) for p in several):
         raise ValueError(
             f"params: expected SamplingParams, or a list with one for each of {prompts} prompts, "
-            f"got {_named(given)}; write SamplingParams(temperature=..., max_tokens=...)"
+            f"got {_named(given)}"
         )
     return several
 

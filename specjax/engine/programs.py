@@ -147,10 +147,9 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
     common = common_strategy(strategies)
     if common.rows > most_rows:
         raise ValueError(
-            "with invariant=true all strategies run one program, whose tree holds "
+            f"with invariant=true all strategies run one program, whose tree holds "
             f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
-            f"more than spec_verify_tokens = {most_rows}; raise it, or use smaller "
-            "trees or fewer of them"
+            f"more than spec_verify_tokens = {most_rows}; raise it, or use fewer"
         )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)
@@ -455,14 +454,6 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
 
 def described(key: tuple) -> str:
     """The description of a program for a message."""
-    kind, *sizes = key
-    if kind == "chunk":
-        name, batch = sizes[:2]
-        if name.startswith("paths:"):  # a tree of many paths has a long name
-            return f"a static tree of {2 + name.count(',')} rows for a batch of {batch}"
-        return f"strategy {name} for a batch of {batch}"
-    if kind == "place":
-        return f"the start of {sizes[0]} samples"
-    rows, positions = sizes[0]
-    does = "reads" if kind == "prefill" else "scores"
-    return f"what {does} {positions} positions of {rows} prompts"
+    if key[0] == "chunk":
+        return f"strategy {key[1]:.40} for a batch of {key[2]}"  # names of many paths are long
+    return " ".join(map(str, key))

@@ -352,7 +352,7 @@ def make_jobs(
     if tokenizer is None and (params.stop or any(isinstance(w, str) for w in params.bad_words)):
         raise ValueError(
             f"{where}: stop and bad_words hold strings, and there is no tokenizer for them; pass "
-            "one (LLM(..., tokenizer=...)), or use stop_token_ids, and bad_words of token ids"
+            "LLM(..., tokenizer=...), or token ids"
         )
     special = special_stops(tokenizer, params)
     eos_ids = () if params.ignore_eos else eos_ids
@@ -390,8 +390,8 @@ def special_stops(tokenizer, params: SamplingParams) -> dict[str, int]:
     for stop in params.stop:
         if stop not in added and (names := [name for name in hidden if name in stop]):
             raise ValueError(
-                f"stop: {stop!r} has more than the special token {names[0]!r}, which is left out "
-                "of the text; name that alone, or set skip_special_tokens=False"
+                f"stop: {stop!r} has more than the special token {names[0]!r}, which is left out; "
+                "name that alone, or set skip_special_tokens=False"
             )
     return {stop: hidden[stop] for stop in params.stop if stop in hidden}
 
@@ -468,14 +468,12 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
         raise ValueError(
             f"{where} has {len(job.prompt)} tokens and max_tokens is "
             f"{params.max_tokens}, together more than max_len {limits.max_len}; "
-            "shorten one, let max_tokens=null take what fits, or raise "
-            f"max_len (the model's own limit is {cfg.max_position})"
+            "shorten one, or raise that"
         )
     if len(job.stop_ids) > limits.stop_width:
         raise ValueError(
-            f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
-            f"{limits.stop_width}; raise max_stop_tokens=..., or stop at strings "
-            "(stop)"
+            f"{where} has {len(job.stop_ids)} stop tokens with the model's own; at most "
+            f"{limits.stop_width}: raise max_stop_tokens=..."
         )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -497,14 +495,13 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     allowed = params.allowed_token_ids or range(cfg.vocab_size)
     if len(banned) >= len(allowed) and banned.issuperset(allowed):
         raise ValueError(
-            f"{where}: no token is left to generate: all that allowed_token_ids leaves are bad "
-            "words, or stop tokens that min_tokens masks; allow more"
+            f"{where}: no token is left to generate beside bad words, and stop tokens that "
+            "min_tokens masks; allow more"
         )
     if limits.acceptance == "greedy" and params.temperature > 0:
         raise ValueError(
             f"{where} has temperature {params.temperature}, and acceptance 'greedy' is exact for "
-            "temperature 0 only; use acceptance 'coupled', which takes any tree and gives the "
-            "tokens of plain decoding at every temperature, or temperature=0"
+            "temperature 0 only; use acceptance 'coupled', or temperature=0"
         )
 
 

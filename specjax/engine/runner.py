@@ -210,9 +210,8 @@ class Runner:
             pages = (given - slots) // page
             if pages < 2:
                 raise ValueError(
-                    f"cache_bytes {given} is less than two pages of {page} bytes, "
-                    f"of which one is spare, beside {slots} bytes of slots; raise it, or use a "
-                    "smaller page_size"
+                    f"cache_bytes {given} is less than two pages of {page} bytes "
+                    f"beside {slots} bytes of slots; raise it, or lower page_size"
                 )
             return pages
         full = pages_for(self.max_len, self.page_size)

@@ -20,28 +20,6 @@ from specjax.engine.text import Cut, Decode, StopStrings, TextPieces
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
 
 
-@dataclasses.dataclass
-class Progress:
-    """The state of a sample that is not finished, from which another run can go on.
-
-    Attributes:
-      tokens: the generated tokens.
-      logprobs: log-probability of each of them.
-      versions: runs of tokens that were sampled by the same weights, as (index of the first token,
-        version of the weights).
-      transformed: as `SampleOutput.transformed_logprobs`; None unless asked for.
-      records: as `SampleOutput.records`.
-      origins: as `SampleOutput.origins`; the origins of further tokens are not known.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[tuple[int, int]]
-    transformed: list[float] | None = None
-    records: np.ndarray | None = None
-    origins: str = ""
-
-
 class News(NamedTuple):
     """The tokens that a chunk emitted for one sample.
 
@@ -129,13 +107,13 @@ class Sample:
       job: the sample to generate.
       steps: the most draft tokens that a round can accept.
       features: features of the programs that it needs.
-      progress: state of the sample in an earlier run, which it continues.
+      before: the sample as an earlier run left it, which it continues.
 
     Attributes:
       number: a number that no other sample of this process has.
       tokens: the tokens generated so far, as far as the host knows.
       logprobs: log-probability of each of them.
-      versions: as `Progress.versions`.
+      versions: as `SampleOutput.weight_versions`.
       replica: index of the engine that runs it.
       slot: its slot in that engine; None: it waits.
       pages: its pages, in order; full pages of its prompt are shared.
@@ -148,7 +126,7 @@ class Sample:
         job: Job,
         steps: int,
         features: Features = Features(),  # noqa: B008
-        progress: Progress | None = None,
+        before: SampleOutput | None = None,
     ):
         self.number = next(_numbers)
         self.job, self._steps, self.features = job, steps, features
@@ -156,17 +134,17 @@ class Sample:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.admitted, self.unread = False, 0
-        self._given = progress or Progress([], [], [])
+        self._given = before or SampleOutput([], None, [], "abort", SpecStats(()))
         self.restart()
 
     def restart(self) -> None:
         """Forgets the tokens that were generated since it was added to the engine."""
         given, params = self._given, self.job.params
-        self.tokens, self.logprobs = list(given.tokens), list(given.logprobs)
-        self.versions, count = list(given.versions), len(given.tokens)
+        self.tokens, self.logprobs = list(given.token_ids), list(given.logprobs)
+        self.versions, count = list(given.weight_versions), len(given.token_ids)
         self._transformed: list[float] | None = None
         if params.transformed_logprobs:
-            self._transformed = list(given.transformed or [])
+            self._transformed = list(given.transformed_logprobs or [])
         self._records = [] if given.records is None else [given.records]
         # One piece per chunk, because a string cannot grow.
         self._origins = [given.origins[:count].ljust(count, UNKNOWN)]
@@ -182,7 +160,7 @@ class Sample:
 
     def is_of(self, version: int) -> bool:
         """Whether all tokens of this run are of this, the latest, version of the weights."""
-        given = len(self._given.tokens)
+        given = len(self._given.token_ids)
         of_first = [its for begin, its in self.versions if begin <= given][-1:]
         return len(self.tokens) == given or of_first == [version]
 
@@ -225,12 +203,6 @@ class Sample:
     def text(self) -> str | None:
         """See `News.text`."""
         return None if self._stops is None else self._stops.text
-
-    def progress(self) -> Progress:
-        """The state of the sample, from which another run can go on."""
-        transformed = None if self._transformed is None else list(self._transformed)
-        lists = list(self.tokens), list(self.logprobs), list(self.versions)
-        return Progress(*lists, transformed, self.records, self.origins)
 
     def take_in(
         self, row: int, result: Result, tree: Tree | DynamicTree | None, version: int

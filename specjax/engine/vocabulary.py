@@ -62,8 +62,7 @@ def draft_ids(
     if head_ids is not None and not np.isin(listed[:size], head_ids).any():
         raise ValueError(
             f"token_map: the head drafts {len(head_ids)} of {vocab} tokens, and "
-            f"none of the {size} ids in {name} is among them, so that nothing would be "
-            "drafted; give a list for this model, or leave out token_map"
+            f"none of the {size} ids in {name}; give a list for this model"
         )
     return np.sort(listed[:size])
 
@@ -81,10 +80,8 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
     is_list = isinstance(listed, list) and listed and all(type(token) is int for token in listed)
     if not is_list or min(listed) < 0 or max(listed) >= vocab or len({*listed}) < len(listed):
         raise ValueError(
-            "token_map: expected a file with a JSON list of different token ids "
-            f"below {vocab}, the most frequent first, got {name}: {got}; a list that torch "
-            'saved is converted by `python -c "import json, torch; '
-            "json.dump(torch.load('map.pt').tolist(), open('map.json', 'w'))\"`"
+            f"token_map: expected a file with a JSON list of different token ids "
+            f"below {vocab}, the most frequent first, got {name}: {got}"
         )
     return np.array(listed, np.int32)
 
@@ -176,8 +173,7 @@ class TokenCounts:
         if len(ids) != len(self.ids) or max(ids.max(), counted.max(initial=0)) >= len(self._later):
             raise ValueError(
                 f"expected {len(self.ids)} ids to draft from, below {len(self._later)}, got "
-                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab and the model that "
-                "they were saved with"
+                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab that they have"
             )
         self.ids = ids.copy()
         self._counts[:] = 0
@@ -242,23 +238,18 @@ class DraftedIds:
         """
         if not self._spec.by_token:
             raise ValueError(
-                f"acceptance {self._spec.acceptance!r} is exact only with the ids to draft from "
-                "that it began with; use acceptance 'coupled'"
+                f"acceptance {self._spec.acceptance!r} is exact only with ids that stay"
             )
         if ids is None:
             if self.counts is None:
-                raise ValueError(
-                    "the ids to draft from were given (token_map, or an earlier call), and are not "
-                    "chosen by what is emitted; give ids"
-                )
+                raise ValueError("the ids were given (token_map, or an earlier call); give ids")
             self._weights.set_ids(self.counts.choose())
             return
         size, vocab = len(self._weights.ids), self._cfg.vocab_size
         given = np.unique([operator.index(token) for token in ids])
         if not len(given) == len(ids) == size or given[0] < 0 or given[-1] >= vocab:
             raise ValueError(
-                f"expected {size} different token ids below {vocab}, as many as draft_vocab, "
-                "because the programs are compiled for that number; got "
+                f"expected {size} different token ids below {vocab}, as many as draft_vocab, got "
                 f"{len(ids)}, of which {len(given)} differ"
             )
         self.counts = None

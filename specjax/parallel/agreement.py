@@ -182,9 +182,7 @@ class Agreement(SingleHost):
             raise DistributedError(
                 f"processes {self._hosts} share a replica, and process {self._me} runs "
                 f"{announced.program} where {others} run something else, or the same with other "
-                "inputs; expected the same program on each. They must run the same version of "
-                "specjax with the same settings and data; if they do, this is a bug: no "
-                "decision on a replica of several hosts may depend on the clock of one"
+                "inputs; start all with the same version of specjax, settings and data"
             )
         figures = np.ascontiguousarray(rows[:, -2 * _FIGURES :]).view(np.float64)
         return figures.max(0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
-from specjax.parallel.reshard import Reshard, Unrelated
+from specjax.parallel.reshard import Reshard, Unrelated, named
 
 log = logging.getLogger(__name__)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -65,9 +65,8 @@ class Copies:
             both = [h for h in here if len(here) > 1 and sum(h in other for other in hosts) > 1]
             if both:
                 raise ValueError(
-                    f"replica {replica} has devices in processes {here}, and those in {both} have "
-                    "devices of other replicas, too: a process waits for the others of one replica "
-                    "only. Make rollout.tp a multiple, or a divisor, of a process's devices"
+                    f"replica {replica} is in processes {here}, of which {both} have others, too; "
+                    "make rollout.tp a multiple or a divisor of a process's devices"
                 )
         process = jax.process_index()
         mine = [r for r, here in enumerate(hosts) if process in here]
@@ -104,28 +103,23 @@ class Copies:
         if key not in self._programs:
             self._programs[key] = self._program(tree, axes, convert)
         everywhere = self._programs[key](tree)
-        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+        def part(array, place):
+            return named(array, jax.NamedSharding(place, array.sharding.spec))
+
+        return [jax.tree.map(lambda a, p=place: part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
-        """Copies weight by weight, because a host may not have room for all of them.
-
-        Args:
-          convert: as in `__call__`; it must take a tree in which all weights but one are left out.
-        """
-        flatten = jax.tree_util.tree_flatten_with_path
-        made, structure = flatten(tree if convert is None else jax.eval_shape(convert, tree))
-        shapes = jax.tree.unflatten(structure, [shape for _, shape in made])
-        targets = [
-            dict(flatten(sharding.param_shardings(place, shapes, axes))[0]) for place in self.own
-        ]
-        placed: list[dict[Any, jax.Array]] = [{} for _ in self.own]
-        for path, leaf in flatten(tree)[0]:
-            pieces = [(path, leaf)] if convert is None else flatten(convert(_alone(path, leaf)))[0]
-            for name, piece in pieces:
-                whole = sharding.fetch(piece)
-                for here, where in zip(placed, targets, strict=True):
-                    here[name] = sharding.put(whole, where[name])
-        return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
+        """Copies weight by weight, because a host may not have room for all of them."""
+        tree = tree if convert is None else convert(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        targets = [sharding.param_shardings(place, tree, axes) for place in self.own]
+        placed: list[list[jax.Array]] = [[] for _ in self.own]
+        for leaf, *places in zip(leaves, *map(jax.tree.leaves, targets), strict=True):
+            whole = sharding.fetch(leaf)
+            for here, where in zip(placed, places, strict=True):
+                here.append(sharding.put(whole, where))
+        return [jax.tree.unflatten(structure, here) for here in placed]
 
     def _program(self, tree: Params, axes: Axes, convert) -> Callable:
         """The program that copies weights.
@@ -147,23 +141,6 @@ class Copies:
                     self.mesh, jax.eval_shape(convert, tree), axes
                 ),
             )
-
-
-def _alone(path, leaf):
-    """A tree of nested dicts with one weight, at its path."""
-    for entry in reversed(path):
-        leaf = {entry.key: leaf}
-    return leaf
-
-
-def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
-    """The shards of an array that lie on a replica, as an array; nothing is copied."""
-    here = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        array.shape,
-        jax.NamedSharding(place, array.sharding.spec),
-        [here[device] for device in place.devices.flat if device in here],
-    )
 
 
 # --- checksums ------------------------------------------------------------------------------------
@@ -234,8 +211,7 @@ def require_equal(name: str, was: Checksum, now: Checksum) -> None:
     if was != now:
         raise RuntimeError(
             f"the {name}'s weights have checksum {was:08x} where they come from, and {now:08x} "
-            f"where they arrived, on process {jax.process_index()}; expected the same. The copy "
-            "between layouts or devices is broken: do not trust what is generated"
+            f"where they arrived, on process {jax.process_index()}: do not trust what is generated"
         )
 
 

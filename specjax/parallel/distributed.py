@@ -3,13 +3,19 @@
 On a pod every host runs the same program on its own chips. All processes read the same settings and
 data, take the same decisions, and make collective calls (`gather`, programs over a global mesh,
 checkpoints) in the same order. With one process these functions do nothing.
+
+jax sends heartbeats to process 0. Where those of a process fail to come, or process 0 is gone, jax
+prints which one is lost, and aborts all others, whose main threads may be blocked in a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +24,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax.parallel import sharding
-from specjax.parallel.heartbeat import Reporter
 from specjax.settings import option
 
 MODES = ("auto", "on", "off")
@@ -44,8 +49,7 @@ class DistributedConfig:
       local_devices: number of devices that this process uses, from the first; 0: all, or one where
         SLURM or Open MPI started the process.
       start_timeout: seconds to wait for all processes at the start.
-      lost_after: seconds without a heartbeat after which a process counts as lost; more than the
-        time for which the storage of the run may cache a file's old state.
+      lost_after: seconds without a heartbeat after which a process counts as lost.
     """
 
     mode: str = option("auto", choices=MODES)
@@ -54,11 +58,7 @@ class DistributedConfig:
     num_processes: int | None = option(None, needs="mode=auto|on")
     local_devices: int = option(0, least=0, needs="mode=auto|on")
     start_timeout: int = option(300, least=1, needs="mode=auto|on")
-    lost_after: float = option(150.0, needs="mode=auto|on")
-
-    def __post_init__(self):
-        if self.lost_after <= 0:
-            raise ValueError(f"lost_after: expected seconds above 0, got {self.lost_after}")
+    lost_after: int = option(150, least=1, needs="mode=auto|on")
 
 
 class Job(NamedTuple):
@@ -96,8 +96,8 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
     missing = [key for key, value in given.items() if value is None]
     if missing and not launched:
         raise DistributedError(
-            f"distributed: no value for {', '.join(missing)}; set distributed.coordinator=HOST:PORT"
-            ", distributed.num_processes and distributed.process_id, or none of them"
+            f"distributed: no value for {', '.join(missing)}; set coordinator=HOST:PORT, "
+            "num_processes and process_id, or none of them"
         )
     address, count, index = given.values()
     count, index = (None if x is None else int(x) for x in (count, index))
@@ -105,8 +105,7 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
         raise DistributedError(f"distributed.coordinator: expected HOST:PORT, got {address!r}")
     if count is not None and index is not None and not 0 <= index < count:
         raise DistributedError(
-            f"distributed.process_id: expected 0 to {count - 1}, because distributed.num_processes "
-            f"is {count}; got {index}"
+            f"distributed.process_id: expected 0 to {count - 1} of {count} processes, got {index}"
         )
     return None if count == 1 else Job(address, count, index)
 
@@ -140,9 +139,8 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     if job.num_processes is not None:
         sharding.offer_cpu_devices(max(1, devices // job.num_processes))
     advice = (
-        f"{job}: not all connected within {cfg.start_timeout} s. Start as many processes as "
-        "num_processes says, each with a process_id of its own, all with the same coordinator, "
-        "which must be process 0's address and a free port that the others can reach"
+        f"{job}: not all connected within {cfg.start_timeout} s. Start num_processes processes, "
+        "each with a process_id of its own, all with a coordinator that they can reach"
     )
     reporter = Reporter(f"error: {advice}")  # jax aborts when others do not connect
     try:
@@ -154,13 +152,49 @@ def start(cfg: DistributedConfig, devices: int) -> None:
             # With explicit settings, jax must not also detect a cluster.
             cluster_detection_method="deactivate" if None not in job else None,
             initialization_timeout=cfg.start_timeout,
-            # `specjax.parallel.heartbeat` detects a loss earlier, and says what to do.
-            heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
+            heartbeat_timeout_seconds=cfg.lost_after,
         )
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"{advice} ({str(error).splitlines()[0]})") from error
     finally:
         reporter.cancel()
+
+
+_REPORTER = 'read -r word; [ "$word" = cancel ] || printf "%s\\n" "$0" >&2'
+
+
+class Reporter:
+    """Prints a text if the process ends before `cancel`, by SIGKILL or by jax, too.
+
+    It is a shell at the other end of a pipe.
+    """
+
+    def __init__(self, text: str):
+        self._shell = None
+        with contextlib.suppress(OSError):  # without a shell, only the message is missing
+            self._shell = subprocess.Popen(
+                ["sh", "-c", _REPORTER, text],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the process must not end the shell
+            )
+
+    def cancel(self) -> None:
+        """Ends the shell, which prints nothing."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
+            with contextlib.suppress(OSError):
+                shell.stdin.write(b"cancel\n")
+                shell.stdin.close()
+            shell.wait()
+
+
+def exit_now(status: int) -> None:
+    """Ends the process at once: `sys.exit` would wait for the other processes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def is_several() -> bool:
@@ -197,8 +231,8 @@ def gather(value: Any, place: str) -> list[Any]:
     places = [name for name, _ in found]
     if set(places) != {place}:
         raise DistributedError(
-            f"the processes are at different places of the program: {places}. They must run the "
-            "same version of specjax with the same settings and data"
+            f"the processes are at different places of the program: {places}; start all with the "
+            "same version of specjax, settings and data"
         )
     return [value for _, value in found]
 

@@ -91,7 +91,7 @@ class Reshard:
         )  # fmt: skip
 
     def __call__(self, tree: Params) -> Params:
-        return jax.tree.map(_named, self.compiled(tree), self._targets)
+        return jax.tree.map(named, self.compiled(tree), self._targets)
 
     def lower(self) -> jax.stages.Lowered:
         """Returns the lowered program, not compiled yet."""
@@ -123,7 +123,7 @@ class Mover:
         tree = jax.tree.map(jnp.asarray, tree)
         if self.holds(tree):
             shardings = sharding.param_shardings(self.target, tree, self.axes)
-            return self._copied(jax.tree.map(_named, tree, shardings), convert)
+            return self._copied(jax.tree.map(named, tree, shardings), convert)
         program = self.program(tree, convert)
         return self._copied(tree, convert) if program is None else program(tree)
 
@@ -199,8 +199,8 @@ def cast(dtype: str) -> Callable[[Params], Params]:
     return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
 
 
-def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
-    """Returns an array of the same buffers with the target's sharding; no data moves."""
+def named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
+    """Returns the shards of an array that lie on the target's devices; no data moves."""
     devices = target.addressable_devices
     pieces = [shard.data for shard in array.addressable_shards if shard.device in devices]
     return jax.make_array_from_single_device_arrays(array.shape, target, pieces, dtype=array.dtype)

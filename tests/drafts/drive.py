@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits
+from specjax.drafts import ABSORBED
 from specjax.interfaces import Level, Memory, Room
 
 GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
@@ -51,7 +52,7 @@ def empty_state(source, batch, max_len, steps, page_size=None) -> State:
     Args:
       page_size: of pages in no order, the last entry of the table is of no slot; None: a page each.
     """
-    pages, size, table = batch, max_len + max(source.margin(steps), steps + 1), None
+    pages, size, table = batch, max_len + 2 * ABSORBED + steps + 1, None
     if page_size is not None:
         width = -(-max_len // page_size)
         pages, size = 1 + batch * width, page_size

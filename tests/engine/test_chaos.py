@@ -38,7 +38,7 @@ def chaos(tokens: int, seed=0):
                     aborted += 1
             if rng.random() < 0.02:
                 for sequence in engine.suspend():
-                    added.append(engine.add(sequence.job, sequence.progress()))
+                    added.append(engine.add(sequence.job, sequence.output()))
                     suspended += bool(sequence.tokens)
             if rng.random() < 0.02:
                 swaps += 1

@@ -18,6 +18,7 @@ from specjax.control import (
     ControlConfig,
     GoodputConfig,
     make_controller,
+    slower_than_plain,
 )
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
@@ -93,6 +94,20 @@ def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
     costs = llm.engine.controller.costs
     assert costs.buckets == (1, 2) and all(costs.known(arm, 2) for arm in ("off", "4_1_5"))
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_drafting_that_loses_is_told_by_measured_costs(slower):
+    costs = CostTable((1,), {"off": [1.0], "4_1_5": [1.6]})
+    seen = observed(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
+    controller = make_controller(ControlConfig(strategies=("off", "4_1_5")), costs=costs)
+    controller.observe(seen)
+    unmeasured = make_controller(ControlConfig(strategies=("off", "4_1_5")))
+    unmeasured.observe(seen)
+    assert slower_than_plain([unmeasured]) is None
+    line = slower_than_plain([controller, controller, unmeasured])  # as of replicas
+    assert (line is not None) == slower
+    assert not slower or "drafting took 64.0 s" in line and "would have taken 40.0 s" in line
 
 
 def test_control_without_speculation_and_over_what_has_no_common_program_is_refused():

@@ -311,7 +311,7 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
         engine.step()
     suspended = engine.suspend()
     assert all(0 < len(s.tokens) < 40 for s in suspended)
-    added = [engine.add(s.job, s.progress()) for s in suspended]
+    added = [engine.add(s.job, s.output()) for s in suspended]
     found = {}
     while engine.has_work:
         found |= {event.sequence: event.sample for event in engine.step()}
@@ -325,7 +325,7 @@ def test_what_is_suspended_continues_with_the_same_tokens_and_logprobs():
 def test_one_slot_has_room_for_a_sample_of_full_length(modules):
     """Heads of several modules write positions before the root anew, in pages of their own."""
     engine = Engine(tiny_config(VOCAB, mtp=modules), SpecConfig("4_1_5"), 1, 64)
-    engine.check(jobs_of([1, 2, 3], dataclasses.replace(ONE, max_tokens=None))[0])
+    engine.make(jobs_of([1, 2, 3], dataclasses.replace(ONE, max_tokens=None))[0])
 
 
 def test_news_add_up_to_the_sample(monkeypatch):

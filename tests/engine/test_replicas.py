@@ -71,7 +71,7 @@ def test_samples_may_be_added_aborted_suspended_and_continued_anywhere():
     assert last.tokens == []
     cut = engine.abort(last)
     assert cut.finish_reason == "abort" and cut.token_ids == [] and engine.abort(last) is None
-    again = {engine.add(s.job, s.progress()): s for s in engine.suspend()}
+    again = {engine.add(s.job, s.output()): s for s in engine.suspend()}
     while engine.has_work:
         samples += [(again.get(e.sequence, e.sequence), e.sample) for e in engine.step()]
     expected = plain().engine.generate([sequence.job for sequence, _ in samples])[0]

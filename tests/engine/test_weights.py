@@ -21,16 +21,16 @@ def test_new_weights_reach_running_sequences_and_every_token_knows_its_version()
     engine.step()
     built = engine.runner.compilations
     engine.set_params(*new)
-    before = sequence.progress()
+    before = sequence.output()
     samples = []
     while engine.has_work:
         samples += [event.sample for event in engine.step()]
     assert engine.runner.compilations == built
     engine.set_params(*old)
-    [sample], count = samples, len(before.tokens)
+    [sample], count = samples, len(before.token_ids)
     assert sample.weight_versions == ((0, version), (count, version + 1)) and 0 < count < 80
     whole = tokens_of([job])[0]
-    assert sample.token_ids[:count] == whole[:count] == before.tokens
+    assert sample.token_ids[:count] == whole[:count] == before.token_ids
     fresh = engine_of(None, batch=1)
     fresh.set_params(new[0])
     fresh.add(job, before)

@@ -93,8 +93,7 @@ def test_tuning_changes_no_bit(target):
 def unloaded(monkeypatch):
     """Nothing is asked for and nothing loaded yet; builds lie beside the others of this file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
-    for variable in (native.TARGET_VARIABLE, native.FLAGS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv(native.TARGET_VARIABLE, raising=False)
     native._try_to_load.cache_clear()
     yield monkeypatch
     native._try_to_load.cache_clear()
@@ -127,12 +126,3 @@ def test_what_is_built_for_a_named_target_is_found_on_other_machines(unloaded, p
     unloaded.setenv(native.TARGET_VARIABLE, "-march=x86-64-v3 -mtune=no-one-has-built-this")
     with pytest.raises(native.NoKernelError, match="no C.. compiler"):
         native.build()
-
-
-def test_target_and_flags_are_part_of_the_key(unloaded):
-    keys = set()
-    for target, flags in (("", ""), ("-march=a", ""), ("-march=b", ""), ("", "-g"), ("-g", "-g")):
-        unloaded.setenv(native.TARGET_VARIABLE, target)
-        unloaded.setenv(native.FLAGS_VARIABLE, flags)
-        keys.add(native._key(native._targets()))
-    assert len(keys) == 5

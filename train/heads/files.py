@@ -71,7 +71,7 @@ def head_shapes(
         return sources.load_head(spec.draft_path, model, weights=False)
     source = sources.source_of(model, spec)
     if spec.draft == "random":
-        model, source = sources.new_source(model, spec)
+        model = source.target(model)
     return model, Head(source, head_shapes_of(source))
 
 

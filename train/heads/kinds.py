@@ -22,7 +22,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource, new_head
-from specjax.engine.sources import load_head, new_source, trains
+from specjax.engine.sources import load_head, source_of, trains
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
@@ -49,7 +49,7 @@ def head_to_go_on_with(cfg: Any, target: ModelConfig) -> tuple[Draft, Params] | 
     target = target.running(param_dtype="float32")
     with _explained(cfg):
         if cfg.init is None:
-            _, source = new_source(target, SpecConfig(draft="random", draft_kind=cfg.kind))
+            source = source_of(target, SpecConfig(draft="random", draft_kind=cfg.kind))
             head_shapes_of(source)
             return None
         try:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from specjax.engine.engine import Engine
-from specjax.engine.request import SampleOutput, Totals, require_valid
-from specjax.engine.sequence import Finished, Progress
+from specjax.engine.request import SampleOutput, SpecStats, Totals, require_valid
+from specjax.engine.sequence import Finished
 from specjax.engine.sequence import Sample as Added
 from specjax.parallel import distributed
 from train.rollout.draws import Draws
@@ -106,17 +106,19 @@ class StepRollout:
         for response, job in zip(group.responses, self._draws.jobs(index, group), strict=True):
             if response.finish_reason is not None:
                 continue
-            progress = None
+            before = None
             if response.token_ids:
-                progress = Progress(
-                    list(response.token_ids),
-                    list(response.logprobs),
-                    [],
-                    response.transformed_logprobs,
-                    response.records,
-                    response.origins,
+                before = SampleOutput(
+                    token_ids=response.token_ids,
+                    text=None,
+                    logprobs=response.logprobs,
+                    finish_reason="abort",
+                    stats=SpecStats(()),
+                    transformed_logprobs=response.transformed_logprobs,
+                    records=response.records,
+                    origins=response.origins,
                 )
-            sequence = self.engine.add(job, progress)
+            sequence = self.engine.add(job, before)
             running[sequence], self._group_of[sequence] = response, index
 
     def _finish(self, event: Finished) -> None:

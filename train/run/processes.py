@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
+import socket
 import sys
 import time
 import traceback
@@ -18,10 +20,10 @@ from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.interrupts import INTERRUPTED
-from specjax.parallel import distributed, heartbeat
-from specjax.parallel.heartbeat import Heartbeat
+from specjax.parallel import distributed
 from specjax.settings import fingerprint
 
+LINGER = 5.0  # seconds
 # Prefixes of messages of XLA and its transports; jax 0.10.2 raises some of them as ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 
@@ -30,9 +32,9 @@ _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_
 def watched(cfg: Any, out: Path, user_errors: tuple[type[BaseException], ...]) -> Iterator[None]:
     """Runs the body in every process of the job, and ends all processes when one fails.
 
-    The process in which an error arose prints its message, and the others name that process. They
-    exit at once, because the usual clean-up would wait for the lost process. A job of one process
-    just runs the body.
+    The process in which an error arose prints its message and exits at once, because the usual
+    clean-up would wait for the others. jax then names that process, and ends the others. A job of
+    one process just runs the body.
 
     Args:
       cfg: settings of the run.
@@ -42,30 +44,29 @@ def watched(cfg: Any, out: Path, user_errors: tuple[type[BaseException], ...]) -
     if not distributed.is_several():
         yield
         return
-    token = distributed.of_first(lambda: secrets.token_hex(8), "start")
-    beat = Heartbeat(
-        out / "processes",
-        jax.process_index(),
-        jax.process_count(),
-        token,
-        cfg.distributed.lost_after,
-        "The job cannot go on without it. Start all processes again with --resume, as many as "
-        f"there are machines, to go on from the last checkpoint in {out}",
+    reporter = distributed.Reporter(
+        f"error: process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()}) of "
+        f"{jax.process_count()} was killed, or ended by jax, whose lines above then say which task "
+        "is lost: the process of that number, or process 0, which coordinates. The job cannot go "
+        "on without it. Start all processes again with --resume, as many as there are machines, to "
+        f"go on from the last checkpoint in {out}"
     )
     try:
-        _agree(cfg, out, beat)
+        _agree(cfg, out)
         yield
         distributed.gather(None, "end")  # the first one may have plots and exports to write
     except BaseException as error:
         if _may_be_loss(error):
-            beat.wait_for_loss()
+            time.sleep(1.2 * cfg.distributed.lost_after)  # jax ends the process if one is lost
         if isinstance(error, user_errors):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)
-        beat.fail(error)
-        heartbeat.exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
-    beat.close()
+        if distributed.is_first():  # when it ends jax aborts the others, which must print first
+            time.sleep(LINGER)
+        reporter.cancel()
+        distributed.exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    reporter.cancel()
 
 
 def _may_be_loss(error: BaseException) -> bool:
@@ -83,7 +84,7 @@ _TRACED = (
 )  # fmt: skip
 
 
-def _agree(cfg: Any, out: Path, beat: Heartbeat) -> None:
+def _agree(cfg: Any, out: Path) -> None:
     """Checks that all processes have the same settings and see the same files.
 
     Raises:
@@ -100,13 +101,17 @@ def _agree(cfg: Any, out: Path, beat: Heartbeat) -> None:
                 f"process {process} was started with another value of {', '.join(differing)} than "
                 f"process {jax.process_index()}; start all with the same settings"
             )
+    mark = out / f".shared.{distributed.of_first(lambda: secrets.token_hex(8), 'start')}"
+    if distributed.is_first():
+        out.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     until = time.monotonic() + cfg.distributed.lost_after
-    while missing := beat.missing():
+    while not mark.exists():
         if time.monotonic() > until:
             raise ConfigError(
-                f"out={out}: process {jax.process_index()} does not see there the files that "
-                f"processes {missing} wrote; it must be on storage that all processes share, "
-                "because they write their checkpoints together"
+                f"out={out}: process {jax.process_index()} does not see what process 0 wrote; "
+                "it must be on storage that all processes share, to which they write checkpoints"
             )
         time.sleep(0.1)
     distributed.gather(None, "storage")
+    mark.unlink(missing_ok=True)

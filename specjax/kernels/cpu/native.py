@@ -1,13 +1,9 @@
 """Builds the kernels for CPUs with the machine's C++ compiler, and registers them with XLA.
 
 They are compiled for the processor of this machine when they are first needed, and cached in the
-user's cache directory, under a hash of everything that determines the result. Two environment
-variables change that:
-
-    SPECJAX_CPU_TARGET    flags for the processor, such as "-march=x86-64-v3 -mtune=znver3", in
-                          place of -march=native: other machines can then use the same library
-    SPECJAX_CPU_FLAGS     further compiler flags; those that change arithmetic are refused or
-                          overridden
+user's cache directory, under a hash of everything that determines the result. The environment
+variable SPECJAX_CPU_TARGET has flags for the processor, such as "-march=x86-64-v3 -mtune=znver3",
+in place of -march=native: other machines can then use the same library.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ EXACT = (
 # The first set of flags that the compiler accepts is used; clang on ARM accepts only `-mcpu`.
 # There is no generic target: its kernels would be slower than XLA, which targets this processor.
 NATIVE = (("-march=native",), ("-mcpu=native",))
-TARGET_VARIABLE, FLAGS_VARIABLE = "SPECJAX_CPU_TARGET", "SPECJAX_CPU_FLAGS"
+TARGET_VARIABLE = "SPECJAX_CPU_TARGET"
 CPUINFO = Path("/proc/cpuinfo")
 # XLA's flag: with several simulated devices, each computes in its own single thread.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
@@ -81,8 +77,8 @@ def _try_to_load() -> str | None:
         library = ctypes.CDLL(str(path))
         if lacking := _lacking(library):
             return (
-                f"this processor lacks {', '.join(lacking)}, which {_setting(TARGET_VARIABLE)} "
-                "has; name a target that the processor can run, or unset the variable"
+                f"this processor lacks {', '.join(lacking)}, which {TARGET_VARIABLE} has; name a "
+                "target that the processor can run, or unset the variable"
             )
         for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
@@ -99,9 +95,8 @@ def _lacking(library: ctypes.CDLL) -> list[str]:
 
     The list is empty where the system does not report them, and where -march=native was used.
     """
-    has = _features().split()
-    asked_here = any((flag,) in NATIVE for flags in _targets() for flag in flags)
-    if asked_here or not has:
+    has, targets = _features().split(), _targets()
+    if targets == NATIVE or not has:
         return []
     first = ctypes.c_char.in_dll(library, "specjax_instructions")
     pairs = [word.split("=") for word in ctypes.string_at(ctypes.addressof(first)).decode().split()]
@@ -147,29 +142,10 @@ def build() -> Path:
     raise NoKernelError("; ".join(reasons))
 
 
-def _words(variable: str) -> tuple[str, ...]:
-    """Returns the flags in an environment variable; none where it is unset or empty."""
-    try:
-        words = tuple(shlex.split(os.environ.get(variable, "")))
-    except ValueError:  # an unclosed quotation
-        words = ("",)
-    if any(not word.startswith("-") for word in words):
-        example = "-march=x86-64-v3 -mtune=znver3" if variable == TARGET_VARIABLE else "-g"
-        raise NoKernelError(
-            f"expected flags of a C++ compiler, such as {variable}={example!r}, got "
-            f"{_setting(variable)}; correct or unset it"
-        )
-    return words
-
-
-def _setting(variable: str) -> str:
-    return f"{variable}={os.environ.get(variable, '')!r}"
-
-
 def _targets() -> tuple[tuple[str, ...], ...]:
     """Returns sets of target flags; the first one that the compiler accepts is used."""
-    target, others = _words(TARGET_VARIABLE), _words(FLAGS_VARIABLE)
-    return tuple((*flags, *others) for flags in ((target,) if target else NATIVE))
+    target = tuple(shlex.split(os.environ.get(TARGET_VARIABLE, "")))
+    return (target,) if target else NATIVE
 
 
 def _compilers() -> list[str]:
@@ -241,6 +217,6 @@ def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> Non
                 os.replace(made, path)
                 return
     errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
-    flags = [_setting(name) for name in (TARGET_VARIABLE, FLAGS_VARIABLE) if os.environ.get(name)]
-    remedy = f" with {' and '.join(flags)}; correct or unset these" if flags else ""
+    target = os.environ.get(TARGET_VARIABLE)
+    remedy = f" with {TARGET_VARIABLE}={target!r}; correct or unset it" if target else ""
     raise NoKernelError(f"{compiler} failed{remedy}: {errors[0]}")
