@@ -839,8 +839,7 @@ class Draft(Protocol):
           ValueError: this draft always drafts from the whole vocabulary.
         """
         raise ValueError(
-            f"{type(self).__name__} cannot draft from a part of the vocabulary: it has no method "
-            "`columns`; leave out draft_vocab and token_map"
+            f"{type(self).__name__} cannot draft from a part of the vocabulary: it lacks `columns`"
         )
 
     def store(self) -> Any:

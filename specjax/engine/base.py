@@ -175,8 +175,7 @@ class BaseEngine(abc.ABC):
         if (wanted := runner.pages_of(limit)) > pages:
             raise ValueError(
                 f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
-                f"there are {pages}; raise cache_bytes, or lower "
-                f"max_tokens"
+                f"there are {pages}; raise cache_bytes, or lower max_tokens"
             )
         if before is not None:
             _check_continued(job, before, limit - len(job.prompt))

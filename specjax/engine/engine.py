@@ -485,10 +485,7 @@ class Engine(BaseEngine):
     def _check_not_stuck(self) -> None:
         """Raises RuntimeError if samples wait that can never start."""
         if self.unfinished and not self.scheduler.running:
-            raise RuntimeError(
-                f"{self.scheduler.waiting} samples wait, and none can start in "
-                f"{self.scheduler.pool.free} free cache pages: a bug of the scheduler"
-            )
+            raise RuntimeError(f"{self.scheduler.waiting} samples wait and none can start: a bug")
 
     def _schedule(self) -> bool:
         """Reserves pages, reads prompts, starts samples, and enqueues a chunk if any can run.

@@ -210,8 +210,7 @@ class Runner:
             pages = (given - slots) // page
             if pages < 2:
                 raise ValueError(
-                    f"cache_bytes {given} is less than two pages of {page} bytes "
-                    f"beside {slots} bytes of slots; raise it, or lower page_size"
+                    f"cache_bytes {given} is less than two pages, {page} each, and slots, {slots}"
                 )
             return pages
         full = pages_for(self.max_len, self.page_size)
