@@ -38,7 +38,6 @@ from specjax.engine.programs import NotCompiled
 from specjax.engine.runner import Runner
 from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Where
-from specjax.kernels import commit_kernel
 from specjax.memory import cost
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import Params, init_params, laid_out
@@ -286,7 +285,6 @@ class Ahead(Place):
         with (
             mock.patch("jax.devices", lambda *_: [device]),
             jax.sharding.use_abstract_mesh(mesh),
-            mock.patch.object(commit_kernel.Choice, "on", True),
         ):
             yield
 

@@ -364,7 +364,7 @@ def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) 
         ConfigError: they differ; the message names the top-level keys, and says what some of the
             settings were.
     """
-    before, now = dict(_leaves(saved)), dict(_leaves(current))
+    before, now = dict(leaves(saved)), dict(leaves(current))
     changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
     if changed:
         was = [f"{n}={show(before[n])}" if n in before else f"no {n}" for n in changed]
@@ -377,10 +377,11 @@ def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) 
         )
 
 
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted names and values of settings in sections."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

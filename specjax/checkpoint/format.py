@@ -61,10 +61,6 @@ def shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, dict]:
     """Splits `trees` into nested dicts, which Orbax stores, and our JSON record of them."""
     arrays: dict[str, Any] = {}
@@ -74,16 +70,8 @@ def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, di
         for name, leaf in named_leaves(tree).items():
             if isinstance(leaf, np.ndarray) and jnp.asarray(leaf).dtype == leaf.dtype:
                 leaf = jnp.asarray(leaf)
-            if not isinstance(leaf, jax.Array):
-                raise TypeError(
-                    f"{tree_name}/{name}: expected a jax array, got {type(leaf).__name__}; plain "
-                    "numbers and strings belong in `meta`"
-                )
-            impl = None
-            if _is_key(leaf):
-                impl, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
             leaves[name] = leaf
-            entries[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "key_impl": impl}
+            entries[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype)}
         record["trees"][tree_name] = entries
         if leaves:  # Orbax refuses empty trees; only the record holds them
             arrays[tree_name] = nest(leaves)
@@ -96,51 +84,37 @@ def match(wanted: Mapping[str, PyTree], saved: Mapping[str, Any], path: Path) ->
     for tree_name, tree in wanted.items():
         if tree_name not in saved:
             raise CheckpointError(f"{path} holds {sorted(saved)}, not {tree_name!r}")
-        entries, leaves = saved[tree_name], named_leaves(tree)
-        if set(leaves) != set(entries):
-            raise CheckpointError(
-                f"{path}: {tree_name!r} does not fit the model. In the checkpoint only: "
-                f"{sorted(set(entries) - set(leaves))[:5]}; in the model only: "
-                f"{sorted(set(leaves) - set(entries))[:5]}"
+        structs = {name: _struct(leaf) for name, leaf in named_leaves(tree).items()}
+        there = {name: f"{e['dtype']}{list(e['shape'])}" for name, e in saved[tree_name].items()}
+        here = {name: f"{struct.dtype}{list(struct.shape)}" for name, struct in structs.items()}
+        if differing := [n for n in {**there, **here} if there.get(n) != here.get(n)]:
+            facts = "; ".join(
+                f"{name} is {there.get(name, 'absent')} in the checkpoint and "
+                f"{here.get(name, 'absent')} in the model"
+                for name in differing[:5]
             )
-        structs = {name: _struct(leaf, entries[name]) for name, leaf in leaves.items()}
-        for name, struct in structs.items():
-            expected = f"{entries[name]['dtype']}{list(entries[name]['shape'])}"
-            got = f"{struct.dtype}{list(struct.shape)}"
-            if expected != got:
-                raise CheckpointError(
-                    f"{path}: {tree_name}/{name} is {expected} in the checkpoint and {got} in "
-                    "the model: use the configuration it was saved with"
-                )
+            raise CheckpointError(
+                f"{path}: {tree_name!r} does not fit the model: {facts}; use the configuration "
+                "that it was saved with"
+            )
         if structs:
             abstract[tree_name] = nest(structs)
     return abstract
 
 
-def _struct(leaf: Any, entry: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
-    if _is_key(leaf):
-        # The key's words are an extra trailing axis, which the key's own sharding lacks.
-        leaf, sharding = jax.ShapeDtypeStruct(tuple(entry["shape"]), entry["dtype"]), None
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def unpack(
-    loaded: Mapping[str, Any], wanted: Mapping[str, PyTree], saved: Mapping[str, Any]
-) -> dict[str, PyTree]:
+def unpack(loaded: Mapping[str, Any], wanted: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Returns loaded nested dicts in the containers of `wanted`."""
     trees = {}
     for tree_name, tree in wanted.items():
         named = named_leaves(loaded.get(tree_name, {}))
-        leaves = []
-        for name, leaf in named_leaves(tree).items():
-            value, impl = named[name], saved[tree_name][name]["key_impl"]
-            if impl is not None and _is_key(leaf):
-                value = jax.random.wrap_key_data(value, impl=impl)
-                sharding = getattr(leaf, "sharding", None)
-                value = value if sharding is None else jax.device_put(value, sharding)
-            leaves.append(value)
+        leaves = [named[name] for name in named_leaves(tree)]
         trees[tree_name] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return trees
 

@@ -83,7 +83,7 @@ class Checkpointer:
         Args:
             step: at least 0 and newer than every step already saved. After `restore` of an older
                 step, the newer ones are removed here.
-            trees: name -> pytree of jax arrays (typed PRNG keys included).
+            trees: name -> pytree of jax arrays.
             meta: anything `json.dumps` takes: data position, controller state, fingerprints.
             block: whether to wait for the commit.
 
@@ -178,7 +178,7 @@ class Checkpointer:
             loaded = self._manager.load_checkpointables(chosen, readable) if abstract else {}
         except Exception as error:
             raise CheckpointError(self._damaged(chosen, first_line(error))) from error
-        trees = unpack(_as_wanted(loaded, abstract), wanted, saved)
+        trees = unpack(_as_wanted(loaded, abstract), wanted)
         if chosen != steps[-1]:
             self._rewound_to = chosen
         return trees, record["meta"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 import math
@@ -200,30 +201,17 @@ class CostTable:
         return math.log(0.01 * _shape(name))
 
     def state(self) -> dict[str, Any]:
-        return {
-            "buckets": list(self.buckets),
-            "beside": list(self._beside),
-            "slope": self._slope,
-            "short": self._short,
-            "last": list(self._last),
-            "costs": [
-                {name: dataclasses.asdict(cost) for name, cost in costs.items()}
-                for costs in self._costs
-            ],
-        }
+        """Returns, for JSON, all that `from_state` needs."""
+        costs = [{name: vars(cost) for name, cost in one.items()} for one in self._costs]
+        return copy.deepcopy({**vars(self), "_costs": costs})
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
-        table = cls(
-            state["buckets"],
-            beside=state["beside"],
-            slope=state["slope"],
-            short=state["short"],
-        )
-        table._last = list(state["last"])
-        table._costs = [
-            {name: _Cost(**cost) for name, cost in costs.items()} for costs in state["costs"]
-        ]
+        """Makes the table that returned this state."""
+        table = cls(state["buckets"])
+        costs = [{name: _Cost(**cost) for name, cost in one.items()} for one in state["_costs"]]
+        values = {**copy.deepcopy(dict(state)), "buckets": table.buckets, "_costs": costs}
+        vars(table).update(values)
         return table
 
 

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from jaxtyping import Array
 
 from specjax.config import ModelConfig
 from specjax.error_text import first_line
-from specjax.kernels import commit_kernel, dispatch, reference
+from specjax.kernels import dispatch, reference
 from specjax.kernels.backend import REFERENCE
 from specjax.kernels.names import GPUS
 from specjax.kernels.triton_lowering import OutOfMemory, is_out_of_memory
@@ -45,9 +44,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
 UNTUNED = {"xla_gpu_autotune_level": 0}
 SLOTS, POSITIONS = 4, 8192  # of each call; positions of the longest prefix
 PIECE_SLOTS, PIECE_PAGES = 2, 3  # of a piece of a prompt; pages of its longest prefix
-MOST_PAGE = 1024  # positions of the pages for which the kernel that writes them is checked
 SCORE = 12  # of keys that decide; others have scores of about 1
-COMMIT = "the kernel that writes new keys and values"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -103,10 +100,6 @@ def settle(
       width: the most positions of a piece of a prompt.
     """
     cfg = dispatch.settle(cfg, mesh, asked, invariant, whose)
-    device = _present(mesh)
-    if device is not None and device.platform in GPUS:
-        for sizes in _written(cfg, rows, page_size, width):
-            commit_kernel.settle(_verdict(COMMIT, commit_kernel.why_wrong, sizes, device))
 
     def wrong(name: str, device: jax.Device) -> str | None:
         return why_wrong(cfg, name, rows, page_size, device, _ways(mesh), width)
@@ -177,19 +170,6 @@ def _present(mesh: jax.sharding.Mesh | None) -> jax.Device | None:
 
 def _ways(mesh: jax.sharding.Mesh | None) -> int:
     return 1 if mesh is None else dict(mesh.shape).get("tp", 1)
-
-
-def _written(
-    cfg: ModelConfig, rows: int, page_size: int, width: int
-) -> Iterator[commit_kernel.Sizes]:
-    """Yields what the programs of a model on one device write, see `commit_kernel.why_wrong`."""
-    mixers = [layer.mixer for layer in cfg.layers if layer.mixer.kind == "attention"]
-    page = min(_rounded(page_size, cfg.run.attention), MOST_PAGE)
-    counts = Counter((mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)
-    for (kv_heads, head), layers in counts.items():
-        yield commit_kernel.Sizes(
-            2 * layers, kv_heads, page, head, cfg.run.compute_dtype, tuple(sorted({rows, width}))
-        )
 
 
 def _rounded(page_size: int, kernel: str) -> int:
@@ -295,7 +275,7 @@ def _remembered(name: str, wrong: Callable[..., str | None], *args) -> str | Non
     *what, device = args
     device = device or jax.devices()[0]
     verdict = Verdict(device, _sources(), wrong.__name__, what)
-    is_ours = name == COMMIT or name in BACKENDS  # the code of others may change unnoticed
+    is_ours = name in BACKENDS  # the code of others may change unnoticed
     if is_ours and verdict.is_right:
         return None
     reason = wrong(*what, device)

@@ -20,7 +20,6 @@ from specjax import determinism
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Backend, Device, Table
-from specjax.kernels import commit
 from specjax.kernels.backend import Declined, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import (
@@ -233,7 +232,6 @@ def _operations(implementation: str) -> dict:
     return {
         "tree_attention": functools.partial(tree_attention, implementation=implementation),
         "causal_attention": functools.partial(causal_attention, implementation=implementation),
-        "commit": commit.by_scatter,
     }
 
 

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
-from specjax.kernels import commit_kernel
 from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
 from specjax.kernels.tiles import dot
@@ -456,7 +455,7 @@ def _refuses_model(cfg: ModelConfig) -> str | None:
 
 
 BACKEND = Backend(
-    operations={"tree_attention": tree_attention, "commit": commit_kernel.by_kernel},
+    operations={"tree_attention": tree_attention},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",

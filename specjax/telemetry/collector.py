@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -161,6 +160,8 @@ class Summary:
         """Returns acceptance per depth and causes of rejections, in a line each."""
         depths = enumerate(self.acceptance_per_depth, 1)
         lines = [f"{self.rounds} rounds, {self.rejections} ended in a rejection"]
+        if self.dropped:
+            lines.append(f"  {self.dropped} of their records were dropped: clear them in between")
         lines += [f"  depth {depth}: {share:.1%} accepted" for depth, share in depths]
         lines += [f"  {self.share(name):6.1%} {name}: {why}" for name, why in CAUSES.items()]
         return "\n".join(lines)
@@ -180,8 +181,7 @@ class Collector:
     """The rejections of a run.
 
     Args:
-      max_records: largest number of records to keep; later ones are counted, and dropped with one
-        warning. 0: keep none, without a warning, which is much faster.
+      max_records: largest number of records to keep; later ones are counted, and dropped.
 
     Attributes:
       records: the rejections that were kept, in the order in which they were collected.
@@ -229,15 +229,6 @@ class Collector:
             one = slots[slot]
             self.records.append(
                 Rejection(one.request, one.sample, one.prompt_len, one.transforms, *row)
-            )
-        if kept == len(rounds):
-            return
-        if self.max_records and not self._sums.dropped:
-            warnings.warn(
-                f"telemetry keeps {self.max_records} rejections and drops the records of further "
-                "ones (sums still count them); write_jsonl and clear it now and then, or raise "
-                "max_records",
-                stacklevel=2,
             )
         self._sums.dropped += len(rounds) - kept
 
@@ -295,5 +286,4 @@ def _cut_unfinished_line(path: Path) -> None:
     whole = path.read_bytes()
     end = whole.rfind(b"\n") + 1
     if end < len(whole):
-        warnings.warn(f"{path}: cut off its unfinished last line", stacklevel=3)
         os.truncate(path, end)

@@ -31,7 +31,7 @@ def _params(seed: int = 0, width: int = 16) -> dict:
 def _state(seed: int = 0) -> dict:
     params = _params(seed)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return {"policy": params, "policy_opt": optimizer.init(params), "rng": jax.random.key(seed)}
+    return {"policy": params, "policy_opt": optimizer.init(params)}
 
 
 def _abstract(tree):
@@ -39,9 +39,7 @@ def _abstract(tree):
 
 
 def _values(tree) -> list[np.ndarray]:
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    leaves = jax.tree.leaves(tree)
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def _assert_same(got, want) -> None:
@@ -68,9 +66,6 @@ def test_a_restored_state_has_the_same_bits_structure_and_metadata(tmp_path):
     assert type(restored["policy_opt"]) is type(state["policy_opt"])
     assert restored_meta == meta
     _assert_same(only_policy["policy"], state["policy"])
-    np.testing.assert_array_equal(
-        jax.random.uniform(restored["rng"]), jax.random.uniform(state["rng"])
-    )
 
 
 def test_only_the_last_k_steps_are_kept(tmp_path):
@@ -164,10 +159,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_the_array(tmp_p
     with Checkpointer(tmp_path) as saver:
         saver.save(0, {"policy": _params()}, {}, block=True)
         wider = _abstract({"policy": _params(width=24)})
-        with pytest.raises(CheckpointError, match=r"policy/embed is .*\[32, 16\] .*\[32, 24\]"):
+        with pytest.raises(CheckpointError, match=r"embed is .*\[32, 16\] .*\[32, 24\]"):
             saver.restore(0, wider)
         more = _abstract({"policy": _params() | {"lm_head": jnp.zeros(3)}})
-        with pytest.raises(CheckpointError, match=r"in the model only: \['lm_head'\]"):
+        with pytest.raises(CheckpointError, match="lm_head is absent in the checkpoint"):
             saver.restore(0, more)
         with pytest.raises(CheckpointError, match=r"holds \['policy'\], not 'draft'"):
             saver.restore(0, {"draft": {}})

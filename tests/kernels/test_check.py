@@ -62,8 +62,6 @@ def fresh(monkeypatch, tmp_path):
     """CPUs are checked as GPUs are, and nothing is remembered."""
     monkeypatch.setattr(check, "GPUS", ("cpu",))
     monkeypatch.setattr(check, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(check.commit_kernel, "why_wrong", lambda sizes, device: None)
-    monkeypatch.setattr(check.commit_kernel, "settle", lambda why: None)
     check._remembered.cache_clear()
     CALLS.clear()
 

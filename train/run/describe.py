@@ -28,7 +28,6 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ import yaml
 from specjax.command_line import arguments_of
 from specjax.hub import portable
 from specjax.parallel import distributed
-from specjax.settings import idle, keys_of, values_of
+from specjax.settings import idle, keys_of, leaves, values_of
 from specjax.versions import installed
 from train.data.tasks.files import find_files, open_file
 from train.run.files import CONFIG_FILE, RUN_FILE, read_settings, read_starts, replace
@@ -70,8 +69,8 @@ def describe_run(
         return
     out.mkdir(parents=True, exist_ok=True)
     settings, starts = settings_of(cfg), read_starts(out) if resumed else []
-    before = dict(_leaves(read_settings(out))) if starts else {}
-    now = dict(_leaves(settings))
+    before = dict(leaves(read_settings(out))) if starts else {}
+    now = dict(leaves(settings))
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     code, source = git_state(Path.cwd()), git_state(Path(__file__).parent)
     entry = {
@@ -170,11 +169,3 @@ def data_files(cfg: Any) -> list[dict[str, Any]]:
             size = file.stat().st_size
             entries.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})
     return entries
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
