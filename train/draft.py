@@ -41,7 +41,8 @@ from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
-from specjax.engine.engine import LEAST, Engine
+from specjax.engine.engine import Engine
+from specjax.engine.llm import LEAST
 from specjax.engine.request import make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
 from specjax.hub import portable
