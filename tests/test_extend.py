@@ -63,7 +63,7 @@ def kinds() -> set[str]:
     """The protocols of what can be added, backends, and rewards, which are plain functions."""
     classes = inspect.getmembers(interfaces, inspect.isclass)
     protocols = {name for name, cls in classes if Protocol in cls.__bases__}
-    return {"Reward", "Backend"} | protocols - {"DraftFiles"}  # which a draft is given
+    return {"Reward", "Backend"} | protocols
 
 
 @pytest.fixture(scope="module")

@@ -176,8 +176,7 @@ def _pin(x, axis: str):
     ways = math.prod(mesh.shape.get(name, 1) for name in PHYSICAL[axis])
     if x.shape[1] % ways:
         raise ValueError(
-            f"rows of {x.shape[1]} tokens do not divide over {ways} devices of "
-            f"{' and '.join(PHYSICAL[axis])}; make packing.row_length a multiple of {ways}, or set "
-            "mesh.sequence_parallel=false"
+            f"rows of {x.shape[1]} tokens do not divide over {ways} devices; make "
+            f"packing.row_length a multiple of {ways}, or set mesh.sequence_parallel=false"
         )
     return jax.lax.with_sharding_constraint(x, spec_for(mesh, ("batch", axis, None), x.shape))
