@@ -30,12 +30,10 @@ class Context:
 
     Attributes:
       mesh: mesh with more than one device on axis `cp`.
-      attention: `mesh.cp_attention` of `MeshConfig`.
       chunks: number of chunks of each row that a device holds.
     """
 
     mesh: jax.sharding.Mesh
-    attention: str = "ring"
 
     chunks: ClassVar[int] = 2
 
@@ -76,7 +74,7 @@ def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | 
     """Returns how the mesh of a configuration splits rows; None: it does not split them."""
     if mesh is None or config.cp == 1:
         return None
-    return Context(mesh, config.cp_attention)
+    return Context(mesh)
 
 
 def shift(
