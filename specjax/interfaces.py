@@ -560,57 +560,25 @@ class Proposal(NamedTuple):
     ids: Int[Array, " C"] | Int[Array, "B R C"] | None = None
 
 
-class DraftFiles(Protocol):
-    """The files at a path that a user names as the draft, read when they are asked for.
-
-    Attributes:
-      path: a file or a directory.
-      file: path of config.json, for messages.
-      is_policy: whether it holds a policy's weights in a known format.
-      is_directory: whether it is a directory in the layout of Hugging Face, with a config or not.
-      mesh: mesh to put parameters on; None: the default device.
-      vocabulary: id of each token by the tokenizer of the target; None: it has none.
-    """
-
-    path: Any
-    file: Any
-    is_policy: bool
-    is_directory: bool
-    mesh: Any
-    vocabulary: Mapping[str, int] | None
-
-    def config(self) -> dict[str, Any]:
-        """Returns the content of config.json; empty where there is none."""
-
-    def tensors(self, required: bool = True) -> Mapping[str, Any]:
-        """Returns the tensors by name, see `Reader.tensors`.
-
-        Args:
-          required: whether weights that cannot be read are an error; else there are no tensors.
-        """
-
-    def tokenizer(self) -> Any:
-        """Returns the tokenizer, of transformers; None: there is none."""
-
-    def model_config(self, as_stored: bool = False) -> Any:
-        """Returns the `ModelConfig` of a policy.
-
-        Args:
-          as_stored: whether embeddings are tied as the weights are, which are then compared.
-        """
-
-    def arrays(self, draft: Draft, dtype: str) -> Params:
-        """Reads the arrays that `Draft.rows` names, and completes them by `Draft.loaded`."""
-
-    def policy(self, dtype: str) -> Params:
-        """Reads the stacked parameters of a policy."""
-
-    def policy_head(self, cfg: Any) -> Params:
-        """Reads the head that lies among a policy's weights, or alone, named like them.
-
-        Args:
-          cfg: the policy's `ModelConfig`.
-        """
+# The files at a path that a user names as the draft, read when they are asked for: the methods of
+# `specjax.checkpoint.draft_files.FilesAt`.
+#
+#   path              a file or a directory
+#   file              path of config.json, for messages
+#   is_policy         whether it holds a policy's weights in a known format
+#   is_directory      whether it is a directory in the layout of Hugging Face, with a config or not
+#   mesh              mesh to put parameters on; None: the default device
+#   vocabulary        id of each token by the tokenizer of the target; None: it has none
+#   config()          the content of config.json; empty where there is none
+#   tensors()         the tensors by name, see `Reader.tensors`; with `required=False` none where
+#                     weights cannot be read
+#   tokenizer()       the tokenizer, of transformers; None: there is none
+#   model_config()    the `ModelConfig` of a policy; with `as_stored=True` embeddings are tied as
+#                     the weights are, which are then compared
+#   arrays(draft, dtype)   the arrays that `Draft.rows` names, completed by `Draft.loaded`
+#   policy(dtype)     the stacked parameters of a policy
+#   policy_head(cfg)  the head that lies among a policy's weights, or alone, named like them
+DraftFiles = Any
 
 
 def _lacks(draft: type, method: str) -> str:
@@ -839,8 +807,7 @@ class Draft(Protocol):
           ValueError: this draft always drafts from the whole vocabulary.
         """
         raise ValueError(
-            f"{type(self).__name__} cannot draft from a part of the vocabulary: it has no method "
-            "`columns`; leave out draft_vocab and token_map"
+            f"{type(self).__name__} cannot draft from a part of the vocabulary: it lacks `columns`"
         )
 
     def store(self) -> Any:

@@ -144,7 +144,7 @@ class Trainer:
         named = find_policy(cfg)
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
-            self.copies = copies_for(self.mesh, self.replica_meshes)
+            self.copies = copies_for(self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
             lines = [settle_length(cfg, target), preset_line(cfg.algo)]

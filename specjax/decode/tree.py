@@ -268,10 +268,9 @@ def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
     static = [s for s in strategies if not (s.is_dynamic or s.is_chain)]
     if dynamic and static:
         raise ValueError(
-            "with invariant=true all strategies run one program, and no tree "
-            f"holds both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) "
-            f"and {static[0].name!r} (a static tree, whose nodes are fixed); use chains with "
-            "one kind of tree, or invariant=false"
+            f"with invariant=true all strategies run one program, and no tree holds both "
+            f"{dynamic[0].name!r}, a dynamic tree, and {static[0].name!r}, a static one; use "
+            "one kind of tree"
         )
     if dynamic:
         return Strategy.of_sizes(*map(max, zip(*map(_size, strategies), strict=True)))

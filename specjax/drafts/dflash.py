@@ -245,8 +245,7 @@ def _read(head: HeadFiles) -> DFlashConfig:
         others.append(f"layers of model_type {body.raw['model_type']}")
     if others:
         raise UnsupportedModelError(
-            f"{head.file}: this DFlash head needs what is not implemented: {'; '.join(others)}; "
-            "use another head, or draft with n-grams"
+            f"{head.file}: this DFlash head needs what is not implemented: {'; '.join(others)}"
         )
     columns, own_ids = head.draft_tokens()
     layers = body.integer("num_hidden_layers", most=common.MOST_LAYERS)
@@ -286,7 +285,6 @@ def _taps(head: HeadFiles, layers: int) -> tuple[int, ...]:
         # transformers, which the authors' program reads it from, gives it after the final norm.
         raise head.error(
             f"target_layer_ids names the output of the target's last layer {count - 1}, which "
-            f"programs take before or after the final norm: write it in the layout of speculators, "
-            f"where {_AUX} {count} is the state before it"
+            "programs take before or after the final norm; speculators' layout tells the two apart"
         )
     return head.check_taps([i + 1 for i in outputs], "target_layer_ids")

@@ -109,8 +109,7 @@ def refuse_others(file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any])
     kind = kind_of(raw, tensors)
     if kind not in ("EAGLE-3", "P-EAGLE"):
         raise UnsupportedModelError(
-            f"{file}: expected an EAGLE-3 head, got a head of {kind}, which is not supported; use "
-            "an EAGLE-3 head of this model, or draft with n-grams"
+            f"{file}: expected an EAGLE-3 head, got a head of {kind}, which is not supported"
         )
     return kind
 

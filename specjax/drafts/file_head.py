@@ -123,8 +123,7 @@ class FileHead(HeadSource):
         raw = files.config()
         if not raw:
             raise CheckpointError(
-                f"{files.path} holds the weights of a draft head and no config.json, which says "
-                "what the head computes; fetch config.json of the head to it"
+                f"{files.path} holds the weights of a draft head and no config.json; fetch it, too"
             )
         return cls.read_files(files.file, raw, files.tensors(), target)
 

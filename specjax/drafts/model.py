@@ -273,6 +273,5 @@ def check_vocabulary(
         index, token = clashes[0]
         raise ValueError(
             f"the draft model's tokenizer differs from the target's in {len(clashes)} ids: id "
-            f"{index} is {theirs[index]!r}, expected {token!r}; use a draft model of the target's "
-            "family"
+            f"{index} is {theirs[index]!r}, expected {token!r}; use a model of the target's family"
         )

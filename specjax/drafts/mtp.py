@@ -54,8 +54,7 @@ def head_layer(cfg: ModelConfig) -> Layer:
     layer = dataclasses.replace(cfg.layers[-1], mixer=mixer)
     if cost(cfg.replace(layers=(layer,)), 1).slot:
         raise ValueError(
-            "an MTP head is made like the model's last layer, and keeps nothing but pages; that "
-            f"is {mixer.kind}, which keeps recurrent state: use another draft"
+            f"an MTP head is like the model's last layer, and {mixer.kind} keeps recurrent state"
         )
     return layer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import logging
 import operator
@@ -23,12 +22,15 @@ from specjax.telemetry import Collector
 log = logging.getLogger(__name__)
 
 
-class BaseEngine(abc.ABC):
+class BaseEngine:
     """Takes samples, and generates them step by step.
 
     Attributes:
       engines: the engines of this process, one or several replicas of equal settings; each has a
         scheduler, a controller and a runner of its own.
+      version: version of the weights: the number of calls of `set_params` so far.
+      outstanding: number of samples that were added and are not finished.
+      has_work: whether `step` has anything to do.
       runner: the runner of the first engine.
       spec: how the engines speculate; None: they decode plainly.
       limits: limits of a single job.
@@ -38,27 +40,15 @@ class BaseEngine(abc.ABC):
     """
 
     engines: tuple
+    version: int
+    outstanding: int
+    has_work: bool
     runner: Runner
     spec: SpecConfig | None
     limits: Limits
     telemetry: Collector | None
     on_poll: Callable[[], None] | None = None
     _checked: tuple = ((None,) * 5, Features())  # what the last job was checked by, its features
-
-    @property
-    @abc.abstractmethod
-    def version(self) -> int:
-        """The version of the weights: the number of calls of `set_params` so far."""
-
-    @property
-    @abc.abstractmethod
-    def outstanding(self) -> int:
-        """The number of samples that were added and are not finished."""
-
-    @property
-    @abc.abstractmethod
-    def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
 
     @property
     def drained(self) -> list[int]:
@@ -113,7 +103,6 @@ class BaseEngine(abc.ABC):
         log.info("%s", start_up)
         return start_up
 
-    @abc.abstractmethod
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Takes new weights; compiles nothing after the first time.
 
@@ -126,7 +115,6 @@ class BaseEngine(abc.ABC):
             Prompts of waiting sequences are read again either way.
         """
 
-    @abc.abstractmethod
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """Changes the token ids that are drafted from; compiles nothing, and changes no token.
 
@@ -140,7 +128,6 @@ class BaseEngine(abc.ABC):
             given, and are not chosen by what is emitted.
         """
 
-    @abc.abstractmethod
     def release(self, weights: bool = True) -> None:
         """Frees the device memory of weights and caches until the next `set_params`.
 
@@ -175,8 +162,7 @@ class BaseEngine(abc.ABC):
         if (wanted := runner.pages_of(limit)) > pages:
             raise ValueError(
                 f"{job.where} may take {wanted} cache pages of {runner.page_bytes} bytes, and "
-                f"there are {pages}; raise cache_bytes, or lower "
-                f"max_tokens"
+                f"there are {pages}; raise cache_bytes, or lower max_tokens"
             )
         if before is not None:
             _check_continued(job, before, limit - len(job.prompt))
@@ -184,7 +170,6 @@ class BaseEngine(abc.ABC):
             job = dataclasses.replace(job, limit=limit)
         return Sample(job, runner.steps, features, before)
 
-    @abc.abstractmethod
     def queue(self, sample: Sample) -> Sample:
         """Queues a sample that `make` made; returns the object that represents it."""
 
@@ -204,11 +189,9 @@ class BaseEngine(abc.ABC):
         """See `specjax.control.slower_than_plain`, of this process's engines."""
         return slower_than_plain([engine.controller for engine in self.engines])
 
-    @abc.abstractmethod
     def step(self) -> list[Finished]:
         """Enqueues work and takes in results, once; returns the samples that ended."""
 
-    @abc.abstractmethod
     def abort(self, sample: Sample) -> SampleOutput | None:
         """Ends a sample where it stands and frees its slot and pages.
 
@@ -216,7 +199,6 @@ class BaseEngine(abc.ABC):
           the sample so far (finish reason `abort`); None if it has ended already.
         """
 
-    @abc.abstractmethod
     def clear(self) -> None:
         """Drops all samples that wait or run."""
 

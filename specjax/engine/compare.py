@@ -194,7 +194,7 @@ def transformed(features: Features, options: Options, tokens, lengths, logits):
 
 def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
-    rows = runner.tree.rows if runner.tree else 2
+    rows = runner.plan.tree.rows if runner.plan.tree else 2
     tokens, lengths = padded_contexts([context] * runner.batch)
     inputs = runner.weights.policy, tokens, lengths[0]
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):

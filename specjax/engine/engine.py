@@ -132,7 +132,6 @@ class Engine(BaseEngine):
             self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
         self.preemptions = 0
-        self._watched: Params | None = None  # the head whose tokens were looked at last
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
@@ -246,8 +245,8 @@ class Engine(BaseEngine):
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
         self.scheduler.forget_prompts()
-        if head is not None and head is not self._watched:
-            self._look_at(head)
+        if head is not None and self.drafted is not None:
+            self.drafted.take_head(head)
         self.runner.weights.set(params, head)
         self.version += 1
         self._weights_changed()
@@ -268,7 +267,8 @@ class Engine(BaseEngine):
         if not self._draft_is_finite:
             self._preempt_all()
             self.scheduler.forget_prompts()
-        self._look_at(head)
+        if self.drafted is not None:
+            self.drafted.take_head(head)
         self.runner.weights.set_head(head)
         self._weights_changed()
 
@@ -292,16 +292,6 @@ class Engine(BaseEngine):
         """
         for sample in reversed(list(self.scheduler.running.values())[first:]):
             self.preempt(sample, keep)
-
-    def _look_at(self, head: Params) -> None:
-        """Looks anew at the tokens that are drafted, for another head drafts from now on.
-
-        Raises:
-          ValueError: the head drafts none of the ids that `token_map` lists.
-        """
-        if self.drafted is not None:
-            self.drafted.take_head(head)
-            self._watched = head
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         if self.drafted is None:
@@ -485,10 +475,7 @@ class Engine(BaseEngine):
     def _check_not_stuck(self) -> None:
         """Raises RuntimeError if samples wait that can never start."""
         if self.unfinished and not self.scheduler.running:
-            raise RuntimeError(
-                f"{self.scheduler.waiting} samples wait, and none can start in "
-                f"{self.scheduler.pool.free} free cache pages: a bug of the scheduler"
-            )
+            raise RuntimeError(f"{self.scheduler.waiting} samples wait and none can start: a bug")
 
     def _schedule(self) -> bool:
         """Reserves pages, reads prompts, starts samples, and enqueues a chunk if any can run.
@@ -602,7 +589,7 @@ class Engine(BaseEngine):
             others_wait=self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
         )
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
-        ended = ended if runner.drafts_from_others else []
+        ended = ended if runner.drafts_from("siblings") else []
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
@@ -698,7 +685,7 @@ class Engine(BaseEngine):
         del self.unfinished[sample]
         if self.drafted is not None and self.drafted.counts is not None:
             self.drafted.counts.add(output.token_ids)
-        if self.runner.takes_samples:
+        if self.runner.drafts_from("history"):
             self._to_feed.append(FinishedSample(sample.job.prompt, output.token_ids))
         if self.config.order == "longest_first":
             self.lengths.add(sample.job.prompt_hash, len(output.token_ids))

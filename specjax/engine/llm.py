@@ -512,8 +512,7 @@ class LLM:
         """The prompts of conversations, as token ids; further arguments are those of `chat_ids`."""
         if self.tokenizer is None or not has_chat_template(self.tokenizer):
             raise ValueError(
-                "chat needs a tokenizer with a chat template, and the checkpoint has none; pass "
-                "LLM(..., tokenizer=...), or use generate"
+                "chat needs a chat template; give LLM(..., tokenizer=...) that has one"
             )
         return [
             chat_ids(self.tokenizer, conversation, *args, **named)
@@ -585,8 +584,7 @@ class LLM:
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise ValueError(
-                        f"{where} is a string but the checkpoint has no tokenizer; pass token "
-                        "ids, or LLM(..., tokenizer=...)"
+                        f"{where} is a string, and there is no tokenizer; give token ids"
                     )
                 prompt = prompt_ids(self.tokenizer, prompt)
             ids.append(check_prompt(where, prompt, self.cfg.vocab_size, self.tokenizer))
@@ -697,8 +695,7 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
     several = _as_list(given) or []
     if len(several) != prompts or not all(isinstance(p, SamplingParams) for p in several):
         raise ValueError(
-            f"params: expected SamplingParams, or a list with one for each of {prompts} prompts, "
-            f"got {_named(given)}"
+            f"params: expected SamplingParams, or {prompts} of them, got {_named(given)}"
         )
     return several
 

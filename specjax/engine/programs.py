@@ -90,9 +90,7 @@ def make_plans(
         strategies = (spec.resolve(),)
     if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
         raise ValueError(
-            "adaptive_width changes the width of dynamic trees, got strategies "
-            f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
-            "adaptive_width=false"
+            f"adaptive_width needs a dynamic tree as 6_4_16, got {', '.join(map(str, strategies))}"
         )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 

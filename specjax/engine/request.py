@@ -351,8 +351,7 @@ def make_jobs(
     where = where or f"prompt {request}"
     if tokenizer is None and (params.stop or any(isinstance(w, str) for w in params.bad_words)):
         raise ValueError(
-            f"{where}: stop and bad_words hold strings, and there is no tokenizer for them; pass "
-            "LLM(..., tokenizer=...), or token ids"
+            f"{where}: stop and bad_words hold strings, and there is no tokenizer; give token ids"
         )
     special = special_stops(tokenizer, params)
     eos_ids = () if params.ignore_eos else eos_ids
@@ -466,14 +465,12 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     least = len(job.prompt) + 1 if job.limit == NO_LIMIT else job.limit
     if least > limits.max_len:
         raise ValueError(
-            f"{where} has {len(job.prompt)} tokens and max_tokens is "
-            f"{params.max_tokens}, together more than max_len {limits.max_len}; "
-            "shorten one, or raise that"
+            f"{where} has {len(job.prompt)} tokens and max_tokens is {params.max_tokens}, together "
+            f"more than max_len {limits.max_len}; shorten one, or raise that"
         )
     if len(job.stop_ids) > limits.stop_width:
         raise ValueError(
-            f"{where} has {len(job.stop_ids)} stop tokens with the model's own; at most "
-            f"{limits.stop_width}: raise max_stop_tokens=..."
+            f"{where} has {len(job.stop_ids)} stop tokens, at most {limits.stop_width} fit"
         )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -495,8 +492,7 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     allowed = params.allowed_token_ids or range(cfg.vocab_size)
     if len(banned) >= len(allowed) and banned.issuperset(allowed):
         raise ValueError(
-            f"{where}: no token is left to generate beside bad words, and stop tokens that "
-            "min_tokens masks; allow more"
+            f"{where}: no token is left to generate beside bad words and what min_tokens masks"
         )
     if limits.acceptance == "greedy" and params.temperature > 0:
         raise ValueError(

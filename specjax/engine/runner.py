@@ -167,10 +167,6 @@ class Runner:
     # --- sizes -----------------------------------------------------------------------------------
 
     @property
-    def tree(self):
-        return self.plan.tree
-
-    @property
     def steps(self) -> int:
         """Number of steps of the longest strategy."""
         return self.longest.steps
@@ -210,8 +206,7 @@ class Runner:
             pages = (given - slots) // page
             if pages < 2:
                 raise ValueError(
-                    f"cache_bytes {given} is less than two pages of {page} bytes "
-                    f"beside {slots} bytes of slots; raise it, or lower page_size"
+                    f"cache_bytes {given} is less than two pages, {page} each, and slots, {slots}"
                 )
             return pages
         full = pages_for(self.max_len, self.page_size)
@@ -379,20 +374,13 @@ class Runner:
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return state, result
 
-    @property
-    def drafts_from_others(self) -> bool:
-        """Whether the draft source searches the tokens of other slots, ended ones included.
+    def drafts_from(self, others: str) -> bool:
+        """Whether the draft source asks for tokens of others, by a field of `DraftNeeds`.
 
-        In modes that draw by the round it does not, see `may_search` in ngram.py.
+        In modes that draw by the round it gets none, see `may_search` in ngram.py.
         """
         source = self.longest.source
-        return bool(source and source.needs.siblings) and not self.longest.needs_q
-
-    @property
-    def takes_samples(self) -> bool:
-        """Whether `Weights.feed` is to be called with samples that have ended."""
-        source = self.longest.source
-        return bool(source and source.needs.history) and not self.longest.needs_q
+        return bool(source and getattr(source.needs, others)) and not self.longest.needs_q
 
     def model(self, params: Params):
         """The target as a module; for use inside a jitted function."""

@@ -114,8 +114,7 @@ def require_speculation(spec: SpecConfig | None) -> None:
     if spec is None or spec.is_off:
         raise ValueError(
             f"control chooses between ways to speculate, and "
-            f"{'spec=None' if spec is None else 'strategy=off'} says that there is "
-            "no speculation; leave one of them out"
+            f"{'spec=None' if spec is None else 'strategy=off'} says that there is no speculation"
         )
 
 

@@ -54,8 +54,7 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
         name = NGRAM_DRAFT if source_of_policy(cfg) is None else CHECKPOINT_DRAFT
     if name not in DRAFT_WORDS:
         raise ValueError(
-            f"the draft {name!r} has weights of its own; give the engine the source that "
-            "load_source returns, or use LLM"
+            f"the draft {name!r} has weights of its own; give the engine its source, or use LLM"
         )
     return _class_of_word(name, spec).of(cfg, spec)
 
@@ -243,9 +242,8 @@ def load_source(
         head_read = placed(Head(*kind.new(cfg, policy=policy, seed=spec.head_seed)), mesh)
     elif head is None:
         raise ValueError(
-            f"the checkpoint has no draft head, and draft={spec.draft} asks for it; "
-            f"use draft=ngram, draft=DIR, "
-            f"draft=random to train one online, or strategy=off"
+            f"the checkpoint has no draft head, and draft={spec.draft} asks for it; use ngram, "
+            "a path, draft=random to train one online, or strategy=off"
         )
     else:
         head_read = head if isinstance(head, Head) else Head(head_class(head).of(cfg, spec), head)
@@ -261,8 +259,7 @@ def require_same_draft(new: Draft, served: Draft) -> None:
     """
     if type(new) is not type(served):
         raise ValueError(
-            f"it is a head for {type(new).__name__}, and {type(served).__name__} drafts; start "
-            "again with this one as the draft"
+            f"it is a head for {type(new).__name__}, and {type(served).__name__} drafts"
         )
     if new.in_policy or not dataclasses.is_dataclass(new):
         return  # the config of a policy describes the head, too
@@ -272,8 +269,7 @@ def require_same_draft(new: Draft, served: Draft) -> None:
         if field.compare and name != "writes" and got != expected:
             name, got, expected = first_difference(name, got, expected)
             raise ValueError(
-                f"its {name} is {got!r}, that of the draft is {expected!r}; start again with this "
-                "one as the draft"
+                f"its {name} is {got!r}, that of the draft is {expected!r}; start again with it"
             )
 
 
@@ -308,9 +304,8 @@ def find_draft_at(name: str) -> Path:
     except ModelNotFoundError:
         pass
     raise ValueError(
-        f"draft: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
-        "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
-        f"{name!r}{_hint(name.strip().lower())}"
+        f"draft: expected {', '.join(DRAFT_WORDS)}, the directory or id of a head or a model, or "
+        f"module:attribute[:PATH]; got {name!r}{_hint(name.strip().lower())}"
     )
 
 

@@ -172,8 +172,7 @@ class TokenCounts:
         ids, counted = (np.frombuffer(saved[name], np.int32) for name in ("ids", "counted"))
         if len(ids) != len(self.ids) or max(ids.max(), counted.max(initial=0)) >= len(self._later):
             raise ValueError(
-                f"expected {len(self.ids)} ids to draft from, below {len(self._later)}, got "
-                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab that they have"
+                f"expected {len(self.ids)} ids below {len(self._later)}, got {len(ids)}"
             )
         self.ids = ids.copy()
         self._counts[:] = 0
@@ -249,8 +248,7 @@ class DraftedIds:
         given = np.unique([operator.index(token) for token in ids])
         if not len(given) == len(ids) == size or given[0] < 0 or given[-1] >= vocab:
             raise ValueError(
-                f"expected {size} different token ids below {vocab}, as many as draft_vocab, got "
-                f"{len(ids)}, of which {len(given)} differ"
+                f"expected {size} (draft_vocab) different token ids below {vocab}, got {len(given)}"
             )
         self.counts = None
         self._weights.set_ids(given.astype(np.int32))

@@ -93,10 +93,7 @@ class Weights:
         head = self.head if head is None else head
         if self._source is not None:
             if head is None:
-                raise ValueError(
-                    "speculation needs a draft head, got none; pass the head's parameters or use "
-                    "spec=None"
-                )
+                raise ValueError("speculation needs a draft head, got none; use spec=None")
             self._place_head(head)
         self.policy = arrived
         self.set_ids(self.ids)

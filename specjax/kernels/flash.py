@@ -1,10 +1,9 @@
-"""Attention of queries to one block of keys, in Pallas for TPUs: the step of a ring.
+"""Attention of a device's queries to the keys of whole rows, in Pallas for TPUs.
 
-jax's splash attention cannot be a step of a ring. Its masks are static, while a device's position
-in the row is known only when the program runs, and its public functions either return the
-log-sum-exp or have gradients. Here the positions and segments of tokens are inputs, results of
-earlier steps are added to, and the backward pass takes the log-sum-exp over the keys of all steps
-(FlashAttention-2, Dao 2023, arXiv 2307.08691).
+jax's splash attention cannot do this. Its masks are static, while a device's position in the row is
+known only when the program runs, and its public functions either return the log-sum-exp or have
+gradients. Here the positions and segments of tokens are inputs, and the backward pass takes the
+log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.08691).
 
 Queries and keys are cut into tiles. Scalars in SMEM say of every pair of tiles whether no query
 sees a key (the pair is skipped, and its keys are not copied from HBM), every query sees every key
@@ -25,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from specjax.kernels.context_parallel import Step
+from specjax.kernels.context_parallel import Local
 from specjax.kernels.reference import NEG_INF
 from specjax.kernels.tiles import by_rows, dot
 
@@ -132,21 +131,10 @@ def _fetched(kinds: Int[Array, "B i j"]) -> Int[Array, "B i j"]:
     return jnp.where(last < 0, first, last)
 
 
-def step(tiles: Tiles) -> Step:
-    """Returns the step of `context_parallel` that runs these kernels, in the dtype of the model."""
-
-    def empty(q):
-        return jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
-
-    return Step(
-        queries=lambda q, dtype: q.astype(dtype),
-        rows=lambda x, kv_heads: x,
-        empty=empty,
-        add=functools.partial(add_keys, tiles=tiles),
-        done=lambda state: state,
-        gradients=functools.partial(add_gradients, tiles=tiles),
-        whole=True,
-    )
+def local(tiles: Tiles) -> Local:
+    """Returns what attends by these kernels, in the dtype of the model."""
+    attend_by = functools.partial(attend, tiles=tiles)
+    return Local(attend_by, functools.partial(gradients, tiles=tiles), in_float32=False)
 
 
 # --- the kernels ----------------------------------------------------------------------------------
@@ -180,17 +168,14 @@ def _by_kind(kind, step):
     pl.when(kind == WHOLE)(functools.partial(step, False))
 
 
-def _forward_kernel(
-    kinds, _, q, k, v, q_ids, k_ids, out_in, lse_in, out, lse, peak, total, acc, *, window, grid
-):
+def _forward_kernel(kinds, _, q, k, v, q_ids, k_ids, out, lse, peak, total, acc, *, window, grid):
     at = [pl.program_id(axis) for axis in range(4)]
 
     @pl.when(at[3] == 0)
     def _():
-        before = jnp.expand_dims(lse_in[0, 0, 0], -1)
-        peak[...] = jnp.broadcast_to(before, peak.shape)
-        total[...] = jnp.ones_like(total)
-        acc[...] = out_in[0, 0]
+        peak[...] = jnp.full_like(peak, NEG_INF)
+        total[...] = jnp.ones_like(total)  # which the first key that is seen replaces
+        acc[...] = jnp.zeros_like(acc)
 
     def step(masked: bool):
         scores = by_rows(q[0, 0], k[0, 0])
@@ -211,14 +196,12 @@ def _forward_kernel(
         lse[0, 0] = (peak[...] + jnp.log(total[...])).T[:1]
 
 
-def _queries_kernel(
-    kinds, _, q, k, v, q_ids, k_ids, d_out, stats, d_q_in, d_q, acc, *, window, grid
-):
+def _queries_kernel(kinds, _, q, k, v, q_ids, k_ids, d_out, stats, d_q, acc, *, window, grid):
     at = [pl.program_id(axis) for axis in range(4)]
 
     @pl.when(at[3] == 0)
     def _():
-        acc[...] = d_q_in[0, 0]
+        acc[...] = jnp.zeros_like(acc)
 
     def step(masked: bool):
         scores = by_rows(q[0, 0], k[0, 0])
@@ -316,7 +299,7 @@ class _Cut:
         return pl.BlockSpec(block, index), (self.batch, *shape)
 
     def call(
-        self, kernel, given: Sequence[tuple[str, Array]], results, scratch=(), over=None, products=2
+        self, kernel, given: Sequence[tuple[str, Array]], results, scratch=(), products=2
     ) -> list[Array]:
         """Runs a kernel.
 
@@ -324,7 +307,6 @@ class _Cut:
           given: names of `part`, and arrays.
           results: names of `part` for each float32 result.
           scratch: shapes of float32 buffers.
-          over: inputs that results are written over.
           products: matrix products per pair of tiles.
         """
         kinds = kinds_of_pairs(self.q, self.k, self.window)
@@ -347,7 +329,6 @@ class _Cut:
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in out],
-            input_output_aliases={2 + i: o for i, o in (over or {}).items()},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",) * parallel
                 + ("arbitrary",) * (len(grid) - parallel),
@@ -375,8 +356,7 @@ def _given(cut: _Cut, q, k, v) -> list[tuple[str, Array]]:
 # --- their calls ----------------------------------------------------------------------------------
 
 
-def add_keys(
-    before: tuple[Float[Array, "B N s H"], Float[Array, "B N s"]],
+def attend(
     q: Float[Array, "B N s H"],
     k: Float[Array, "B K u H"],
     v: Float[Array, "B K u H"],
@@ -385,35 +365,19 @@ def add_keys(
     window: int | None,
     tiles: Tiles,
 ) -> tuple[Float[Array, "B N s H"], Float[Array, "B N s"]]:
-    """Adds a block of keys to what queries attended to before.
-
-    A query that has seen no key yet has a finite result, which the first key that it sees replaces.
+    """Computes `Local.attend`; a query that sees no key has a finite result.
 
     Args:
-      before: float32 result of earlier blocks and its log-sum-exp; of none, zeros and `NEG_INF`.
-      q: scaled queries.
       q_tokens, k_tokens: segments, and positions in the row.
       window: number of positions that a query sees, its own included; None: all up to its own.
-
-    Returns:
-      float32 attention over all keys so far, and its log-sum-exp.
     """
-    cut = _cut(q, k, q_tokens, k_tokens, window, tiles)
-    out, lse = (cut.q.pad(x, 2) for x in before)
-    out, lse = cut.call(
-        _forward_kernel,
-        [*_given(cut, q, k, v), ("queries", out), ("query", lse[:, :, None])],
-        ["queries", "query"],
-        scratch=[(cut.q.size, LANES), (cut.q.size, LANES), (cut.q.size, cut.width)],
-        over={5: 0, 6: 1},
-        products=2,
-    )
-    length = q.shape[2]
+    cut, length = _cut(q, k, q_tokens, k_tokens, window, tiles), q.shape[2]
+    scratch = [(cut.q.size, LANES), (cut.q.size, LANES), (cut.q.size, cut.width)]
+    out, lse = cut.call(_forward_kernel, _given(cut, q, k, v), ["queries", "query"], scratch)
     return out[:, :, :length], lse[:, :, 0, :length]
 
 
-def add_gradients(
-    before: tuple[Float[Array, "B N s H"], Float[Array, "B K u H"], Float[Array, "B K u H"]],
+def gradients(
     q: Float[Array, "B N s H"],
     k: Float[Array, "B K u H"],
     v: Float[Array, "B K u H"],
@@ -425,31 +389,15 @@ def add_gradients(
     delta: Float[Array, "B N s"],
     tiles: Tiles,
 ) -> tuple[Float[Array, "B N s H"], Float[Array, "B K u H"], Float[Array, "B K u H"]]:
-    """Adds the gradients of scaled queries, and of a block of keys and values, in float32.
-
-    Args:
-      before: gradients that are added to; those of keys and values only after the kernels have
-        run, so that they may arrive from another device meanwhile.
-      lse: log-sum-exp over the keys of all blocks.
-      d_out: gradient of the result over the keys of all blocks.
-      delta: the term of each query's scores that all its keys share: the sum of the result times
-        `d_out`, less the gradient of `lse`.
-    """
+    """Computes `Local.gradients`."""
     cut = _cut(q, k, q_tokens, k_tokens, window, tiles)
     # Padded queries see nothing; with a log-sum-exp of 0 their weights are 0.
     stats = cut.q.pad(jnp.stack([lse, delta], axis=2), 3)
     d_out = cut.q.pad(d_out.astype(q.dtype), 2)
     given = [*_given(cut, q, k, v), ("queries", d_out), ("query pair", stats)]
-    (d_q,) = cut.call(
-        _queries_kernel,
-        [*given, ("queries", cut.q.pad(before[0], 2))],
-        ["queries"],
-        scratch=[(cut.q.size, cut.width)],
-        over={7: 0},
-        products=3,
-    )
+    scratch = [(cut.q.size, cut.width)]
+    (d_q,) = cut.call(_queries_kernel, given, ["queries"], scratch, products=3)
     cut = dataclasses.replace(cut, by_keys=True)
-    found = cut.call(_keys_kernel, given, ["keys", "keys"], products=4)
+    d_k, d_v = cut.call(_keys_kernel, given, ["keys", "keys"], products=4)
     length = k.shape[2]
-    d_k, d_v = (old + new[:, :, :length] for old, new in zip(before[1:], found, strict=True))
-    return d_q[:, :, : q.shape[2]], d_k, d_v
+    return d_q[:, :, : q.shape[2]], d_k[:, :, :length], d_v[:, :, :length]

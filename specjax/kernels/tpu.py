@@ -614,7 +614,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
-CONTEXT_ATTENTION = functools.partial(context_parallel.attention, step=flash.step(flash.Tiles()))
+CONTEXT_ATTENTION = functools.partial(context_parallel.attention, local=flash.local(flash.Tiles()))
 
 
 def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:

@@ -22,13 +22,7 @@ def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
         "input_norm": Param((width,), (None,), Stored("input_layernorm.weight"), init=None),
         "post_norm": Param((width,), (None,), Stored("post_attention_layernorm.weight"), init=None),
     }
-    mixer, mlp = layer.mixer.params(width), layer.mlp.params(width)
-    if twice := norms.keys() & mixer.keys() | (norms.keys() | mixer.keys()) & mlp.keys():
-        raise ValueError(
-            f"{layer}: expected different names for the arrays of mixer, mlp and norms, got "
-            f"{', '.join(sorted(twice))} more than once"
-        )
-    return norms | mixer | mlp
+    return norms | layer.mixer.params(width) | layer.mlp.params(width)
 
 
 def top_rows(cfg: ModelConfig) -> dict[str, Param]:

@@ -270,11 +270,7 @@ def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | Non
 
 
 def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
-    """Returns the shape [M ..] of the records of one row, int32; None: no layer records any.
-
-    Raises:
-      ValueError: see `recording_layers`.
-    """
+    """Returns the shape [M ..] of the records of one row, int32; None: no layer records any."""
     layers = recording_layers(cfg)
     return (len(layers), *next(iter(layers.values()))) if layers else None
 
@@ -299,19 +295,9 @@ def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
     kinds = {mlp: record(mlp) for mlp in dict.fromkeys(layer.mlp for layer in cfg.layers)}
     found = {i: kinds[layer.mlp] for i, layer in enumerate(cfg.layers)}
     found = {i: fact for i, fact in found.items() if fact is not None}
-    for i, fact in found.items():
-        if fact.dtype != jnp.int32:
-            raise ValueError(
-                f"expected int32 records from the mlp {cfg.layers[i].mlp.kind!r} of layer {i}, got "
-                f"{fact.dtype}; Mlp.run must return facts as integers of that type"
-            )
-    by_shape = {fact.shape[2:]: cfg.layers[i].mlp.kind for i, fact in found.items()}
-    if len(by_shape) > 1:
-        got = ", ".join(f"{shape} from {kind!r}" for shape, kind in by_shape.items())
-        raise ValueError(
-            f"expected records of one shape per row from all mlps that have any, got {got}; pad "
-            "them"
-        )
+    forms = {(fact.dtype.name, fact.shape[2:]) for fact in found.values()}
+    if len(forms) > 1 or any(dtype != "int32" for dtype, _ in forms):
+        raise ValueError(f"expected int32 records of one shape from all mlps, got {sorted(forms)}")
     return {i: fact.shape[2:] for i, fact in found.items()}
 
 

@@ -181,8 +181,8 @@ class Agreement(SingleHost):
         if others:
             raise DistributedError(
                 f"processes {self._hosts} share a replica, and process {self._me} runs "
-                f"{announced.program} where {others} run something else, or the same with other "
-                "inputs; start all with the same version of specjax, settings and data"
+                f"{announced.program} where {others} run something else, or with other inputs; "
+                "start all with the same version of specjax, settings and data"
             )
         figures = np.ascontiguousarray(rows[:, -2 * _FIGURES :]).view(np.float64)
         return figures.max(0)

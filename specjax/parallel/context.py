@@ -30,12 +30,10 @@ class Context:
 
     Attributes:
       mesh: mesh with more than one device on axis `cp`.
-      attention: `mesh.cp_attention` of `MeshConfig`.
       chunks: number of chunks of each row that a device holds.
     """
 
     mesh: jax.sharding.Mesh
-    attention: str = "ring"
 
     chunks: ClassVar[int] = 2
 
@@ -76,7 +74,7 @@ def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | 
     """Returns how the mesh of a configuration splits rows; None: it does not split them."""
     if mesh is None or config.cp == 1:
         return None
-    return Context(mesh, config.cp_attention)
+    return Context(mesh)
 
 
 def shift(
@@ -176,8 +174,7 @@ def _pin(x, axis: str):
     ways = math.prod(mesh.shape.get(name, 1) for name in PHYSICAL[axis])
     if x.shape[1] % ways:
         raise ValueError(
-            f"rows of {x.shape[1]} tokens do not divide over {ways} devices of "
-            f"{' and '.join(PHYSICAL[axis])}; make packing.row_length a multiple of {ways}, or set "
-            "mesh.sequence_parallel=false"
+            f"rows of {x.shape[1]} tokens do not divide over {ways} devices; make "
+            f"packing.row_length a multiple of {ways}, or set mesh.sequence_parallel=false"
         )
     return jax.lax.with_sharding_constraint(x, spec_for(mesh, ("batch", axis, None), x.shape))

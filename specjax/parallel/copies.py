@@ -36,28 +36,23 @@ class ProcessGroup(NamedTuple):
 class Copies:
     """Copies weights from the devices of training to the replicas of all processes.
 
-    Weights go from device to device where training and the replicas have the same devices. Else
-    they go through the memory of the hosts, one weight at a time.
+    Weights go from device to device where training and the replicas have the same devices, and the
+    `tp` of the replicas is a multiple or a divisor of training's. Else they go through the memory
+    of the hosts, one weight at a time.
 
     Args:
       places: the mesh of every replica of the job, in the order of processes.
-      training: mesh that weights come from; None: one with the devices of the replicas.
 
     Attributes:
       own: meshes of the replicas of this process; there may be none.
       before: number of replicas of the job that come before its own.
       group: group of this process.
-      through_hosts: whether weights go through the memory of the hosts.
 
     Raises:
       ValueError: a process has devices of a shared replica and of another one.
     """
 
-    def __init__(
-        self,
-        places: Sequence[jax.sharding.Mesh],
-        training: jax.sharding.Mesh | None = None,
-    ):
+    def __init__(self, places: Sequence[jax.sharding.Mesh]):
         grid = np.concatenate([place.devices for place in places])
         self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
         hosts = [sorted({d.process_index for d in place.devices.flat}) for place in places]
@@ -76,9 +71,7 @@ class Copies:
         if mine:
             first = hosts[mine[0]][0]
             self.group = ProcessGroup(firsts.index(first), len(firsts), reports=process == first)
-        devices = set(self.mesh.devices.flat)
-        self.through_hosts = training is not None and set(training.devices.flat) != devices
-        self._programs: dict[Any, Callable] = {}
+        self._programs: dict[Any, Reshard | None] = {}
 
     def __call__(
         self, tree: Params, axes: Axes, convert: Callable[[Params], Params] | None = None
@@ -97,11 +90,15 @@ class Copies:
         leaves, structure = jax.tree.flatten(tree)
         if not leaves:
             return [tree for _ in self.own]
-        if self.through_hosts:
-            return self._fetched(tree, axes, convert)
         key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
-            self._programs[key] = self._program(tree, axes, convert)
+            try:
+                self._programs[key] = Reshard(tree, self.mesh, axes, convert)
+            except Unrelated as error:
+                log.warning("weights reach the replicas through the memory of hosts: %s", error)
+                self._programs[key] = None
+        if self._programs[key] is None:
+            return self._fetched(tree, axes, convert)
         everywhere = self._programs[key](tree)
 
         def part(array, place):
@@ -120,27 +117,6 @@ class Copies:
             for here, where in zip(placed, places, strict=True):
                 here.append(sharding.put(whole, where))
         return [jax.tree.unflatten(structure, here) for here in placed]
-
-    def _program(self, tree: Params, axes: Axes, convert) -> Callable:
-        """The program that copies weights.
-
-        It copies, since training overwrites its weights. It moves no byte more than it must if the
-        `tp` of the replicas is a multiple of training's.
-        """
-        try:
-            return Reshard(tree, self.mesh, axes, convert)
-        except Unrelated as error:
-            log.warning(
-                "weights reach the replicas by a program that XLA lays out, which may hold whole "
-                "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
-            )  # fmt: skip
-            convert = convert or (lambda tree: tree)
-            return jax.jit(
-                lambda tree: jax.tree.map(lambda a: jnp.array(a, copy=True), convert(tree)),
-                out_shardings=sharding.param_shardings(
-                    self.mesh, jax.eval_shape(convert, tree), axes
-                ),
-            )
 
 
 # --- checksums ------------------------------------------------------------------------------------

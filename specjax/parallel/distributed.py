@@ -96,8 +96,7 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
     missing = [key for key, value in given.items() if value is None]
     if missing and not launched:
         raise DistributedError(
-            f"distributed: no value for {', '.join(missing)}; set coordinator=HOST:PORT, "
-            "num_processes and process_id, or none of them"
+            f"distributed: no value for {', '.join(missing)}; set all three, or none of them"
         )
     address, count, index = given.values()
     count, index = (None if x is None else int(x) for x in (count, index))
@@ -231,8 +230,7 @@ def gather(value: Any, place: str) -> list[Any]:
     places = [name for name, _ in found]
     if set(places) != {place}:
         raise DistributedError(
-            f"the processes are at different places of the program: {places}; start all with the "
-            "same version of specjax, settings and data"
+            f"the processes are at different places of the program: {places}; start all alike"
         )
     return [value for _, value in found]
 

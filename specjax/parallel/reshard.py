@@ -193,12 +193,6 @@ def _split_before(tree: Params, moved: Params, axes: Axes):
     return sharding.param_shardings(mesh, moved, axes)
 
 
-@functools.cache
-def cast(dtype: str) -> Callable[[Params], Params]:
-    """Returns a jitted `convert` that casts weights to the dtype of rollouts."""
-    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
-
-
 def named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
     """Returns the shards of an array that lie on the target's devices; no data moves."""
     devices = target.addressable_devices

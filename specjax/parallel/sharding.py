@@ -38,8 +38,6 @@ PHYSICAL = {
     None: (),
 }
 
-CP_ATTENTION = ("ring", "all_gather")
-
 
 @dataclasses.dataclass
 class MeshConfig:
@@ -50,8 +48,6 @@ class MeshConfig:
       fsdp: devices that rows, weights and optimizer states are split over.
       tp: devices that heads, feed-forward width and vocabulary are split over.
       cp: devices that the tokens of each packed row are split over in training.
-      cp_attention: `ring` (keys and values are sent around the devices, and masked blocks are
-        skipped) or `all_gather` (every device holds the keys and values of whole rows).
       sequence_parallel: whether the tokens of states between the products of layers are split over
         `tp` in training, too.
     """
@@ -60,13 +56,7 @@ class MeshConfig:
     fsdp: int = option(1, least=1)
     tp: int = option(1, least=1)
     cp: int = option(1, least=1)
-    cp_attention: str = option("ring", choices=CP_ATTENTION, needs="splits_rows")
     sequence_parallel: bool = option(False, needs="splits_products")
-
-    @property
-    def splits_rows(self) -> bool:
-        """Rows that are split, by mesh.cp above 1."""
-        return self.cp > 1
 
     @property
     def splits_products(self) -> bool:

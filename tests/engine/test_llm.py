@@ -281,7 +281,7 @@ def test_chat_makes_a_prompt_of_the_conversation_by_the_tokenizers_template(plai
 @pytest.mark.parametrize("spec", [None, SpecConfig(strategy="off"), SpecConfig("disable")])
 def test_every_way_to_say_off_is_the_plain_program_and_needs_no_head(spec):
     llm = LLM((CFG, weights()[0], None), spec, max_batch=1, max_len=16)
-    assert llm.spec is None and llm.engine.runner.tree is None
+    assert llm.spec is None and llm.engine.runner.plan.tree is None
 
 
 def test_new_weights_change_the_output_and_old_ones_bring_it_back_without_a_compilation(llm):

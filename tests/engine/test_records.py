@@ -121,9 +121,7 @@ def recording(dtype=jnp.int32, repeat=1):
 def test_records_of_another_type_are_refused_when_the_engine_is_made(dtype):
     cfg, params, _ = model()
     layers = (cfg.layers[0], dataclasses.replace(cfg.layers[1], mlp=recording(dtype)))
-    name = jnp.dtype(dtype).name
-    message = rf"int32 records from the mlp 'records {name} x 1' of layer 1, got {name}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"int32 records .*{jnp.dtype(dtype).name}"):
         LLM((cfg.replace(layers=layers, mtp_num_layers=0), params, None), None, 2, MAX_LEN)
 
 
@@ -132,5 +130,5 @@ def test_records_of_several_shapes_are_refused_by_the_names_of_their_mlps():
     assert record_shape(cfg) == (2,) and record_shape(cfg.replace(layers=cfg.layers[:1])) is None
     mlps = recording(repeat=2), recording(repeat=3)
     layers = tuple(dataclasses.replace(cfg.layers[0], mlp=mlp) for mlp in mlps)
-    with pytest.raises(ValueError, match=r"\(2,\) from .* x 2', \(3,\) from .* x 3'; pad"):
+    with pytest.raises(ValueError, match=r"of one shape .*\(2,\).*\(3,\)"):
         record_shape(cfg.replace(layers=layers))

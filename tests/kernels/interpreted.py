@@ -18,7 +18,7 @@ TPU = Backend(
         "tree_attention": functools.partial(tpu.tree_attention, tuning=TPU_TUNING, interpret=True),
         "causal_attention": functools.partial(library.splash_attention, interpret=True),
         "context_attention": functools.partial(
-            context_parallel.attention, step=flash.step(flash.Tiles(8, 16, interpret=True))
+            context_parallel.attention, local=flash.local(flash.Tiles(8, 16, interpret=True))
         ),
     },
     line="the TPU kernel in interpret mode",

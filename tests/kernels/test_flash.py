@@ -1,4 +1,4 @@
-"""Attention to one block of keys at a time, and a ring of such steps, by the TPU's kernels."""
+"""Attention of rows that are split over devices, by the TPU's kernels."""
 
 import functools
 
@@ -42,45 +42,31 @@ def whole(arrays, segments, window):
 
 
 @pytest.mark.parametrize("window", slow_but([None, 9, 30], 9))
-def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
+def test_attention_and_its_gradients_equal_the_reference(window):
     (q, k, v), segments = packed(2, 61)  # no multiple of any tile
     expected, (d_q, d_k, d_v) = whole([q, k, v], segments, window)
-    blocks = [slice(24, 61), slice(0, 24)]  # of other lengths, and not in order
-    places, scaled = np.arange(61), q * SIZE**-0.5
-    state = jnp.zeros(q.shape), jnp.full(q.shape[:-1], reference.NEG_INF)
-    for at in blocks:
-        keys = segments[:, at], places[at]
-        state = flash.add_keys(
-            state, scaled, k[:, :, at], v[:, :, at], (segments, places), keys, window, TILES
-        )
-    out, lse = state
+    order = np.roll(np.arange(61), 24)  # of the keys
+    queries, keys = (segments, np.arange(61)), (segments[:, order], order)
+    arrays = q * SIZE**-0.5, k[:, :, order], v[:, :, order], queries, keys, window
+    out, lse = flash.attend(*arrays, TILES)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     d_out = 3 * jnp.cos(3 * out) * jnp.arange(SIZE)
-    found_q, found = jnp.zeros(q.shape), {}
-    for at in blocks:
-        keys, ones = (segments[:, at], places[at]), jnp.ones(k[:, :, at].shape)
-        found_q, *more = flash.add_gradients(
-            (found_q, ones, 2 * ones), scaled, k[:, :, at], v[:, :, at], (segments, places), keys,
-            window, lse, d_out, (out * d_out).sum(-1), TILES,
-        )  # fmt: skip
-        found[at.start] = more
+    found_q, *found = flash.gradients(*arrays, lse, d_out, (out * d_out).sum(-1), TILES)
     np.testing.assert_allclose(found_q * SIZE**-0.5, d_q, atol=1e-4)
-    for i, wanted in enumerate((d_k, d_v)):  # what was there before is added to
-        both = np.concatenate([found[at][i] - (i + 1) for at in (0, 24)], axis=2)
-        np.testing.assert_allclose(both, wanted, atol=2e-4)
+    for ours, theirs in zip(found, (d_k, d_v), strict=True):
+        np.testing.assert_allclose(ours, theirs[:, :, order], atol=2e-4)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
-    ("attention", "axes", "window"),
+    ("axes", "window"),
     [
-        pytest.param("ring", {"cp": 4, "fsdp": 2}, None, marks=pytest.mark.slow),
-        ("ring", {"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
-        ("all_gather", {"cp": 2, "tp": 2, "data": 2}, None),
+        pytest.param({"cp": 4, "fsdp": 2}, None, marks=pytest.mark.slow),
+        ({"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
     ],
 )
-def test_attention_over_devices_by_the_kernels_equals_the_reference(attention, axes, window):
-    config = MeshConfig(cp_attention=attention, **axes)
+def test_attention_over_devices_by_the_kernels_equals_the_reference(axes, window):
+    config = MeshConfig(**axes)
     context = context_of(config, make_mesh(config))
     arrays, segments = packed(2, 64)
     expected, wanted = whole(arrays, segments, window)

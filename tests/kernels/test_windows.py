@@ -225,10 +225,9 @@ def test_packed_rows_and_their_gradients_see_what_they_should(kernel, window, st
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("attention", ["ring", "all_gather"])
 @pytest.mark.parametrize("window, steps, cap", ROW_CASES)
-def test_rows_that_are_split_over_devices_see_the_same(attention, window, steps, cap):
-    config = MeshConfig(cp=4, cp_attention=attention)
+def test_rows_that_are_split_over_devices_see_the_same(window, steps, cap):
+    config = MeshConfig(cp=4)
     context = context_of(config, make_mesh(config))
     arrays, segments = packed_case()
     places = context.places(LENGTH)

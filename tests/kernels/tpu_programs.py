@@ -187,7 +187,7 @@ def training(mesh, head: bool):
     return trainer._update.lower(head_params, opt_state, policy, batch, states)
 
 
-def ring(mesh) -> jax.stages.Lowered:
+def split_rows(mesh) -> jax.stages.Lowered:
     """Attention of rows that are split over four devices, and its gradients."""
     config = MeshConfig(cp=4)
     context = context_of(config, make_mesh(config, list(mesh.devices.flat)))
@@ -210,7 +210,7 @@ PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
     "piece": lambda mesh: kernel(mesh, rows=512),
-    "ring": ring,
+    "split rows": split_rows,
     "prefill": prefill,
     "chunk": small_chunk,
     "chunk in float32": exact_chunk,
@@ -240,8 +240,6 @@ def main(topology: str, *wanted: str) -> None:
             "tree_attention": sum("tree_attention" in line for line in calls),
             "splash": sum("splash" in line for line in calls),
             "flash": sum("flash" in line for line in calls),
-            "sent meanwhile": text.count(" collective-permute-start("),
-            "sent alone": text.count(" collective-permute("),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
         if name.startswith("chunk"):

@@ -15,7 +15,4 @@ def own_table(monkeypatch):
 def test_a_name_that_is_no_path_is_refused_for_the_checkpoint_decides(name):
     with pytest.raises(ValueError) as error:
         add_family(name)
-    assert f"family: expected a family of your own as 'package.module:attribute', got {name!r}" in (
-        str(error.value)
-    )
-    assert "llama, qwen2" in str(error.value) and "model_type" in str(error.value)
+    assert "package.module:attribute" in str(error.value)

@@ -27,8 +27,8 @@ from train.loss.terms import count_denominators, rl_loss
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
-def make_context(cp: int, attention="ring", **axes) -> Context:
-    config = MeshConfig(cp=cp, cp_attention=attention, **axes)
+def make_context(cp: int, **axes) -> Context:
+    config = MeshConfig(cp=cp, **axes)
     return context_of(config, make_mesh(config))
 
 
@@ -101,15 +101,14 @@ def with_gradients(arrays, segments, context=None):
 
 
 CASES = [
-    ("ring", {"cp": 4, "fsdp": 2}),
-    ("ring", {"cp": 2, "tp": 4}),  # more parts than key/value heads
-    ("all_gather", {"cp": 2, "tp": 2, "data": 2}),
+    {"cp": 4, "fsdp": 2},
+    {"cp": 2, "tp": 4},  # more parts than key/value heads
 ]
 
 
-@pytest.mark.parametrize(("attention", "axes"), CASES)
-def test_attention_over_devices_and_its_gradients_equal_the_reference(attention, axes):
-    context = make_context(attention=attention, **axes)
+@pytest.mark.parametrize("axes", CASES)
+def test_attention_over_devices_and_its_gradients_equal_the_reference(axes):
+    context = make_context(**axes)
     arrays, segments = attention_inputs()
     out, gradients = jax.jit(with_gradients)(arrays, segments)
     there = [x[:, :, context.places(32)] for x in arrays]
@@ -121,7 +120,7 @@ def test_attention_over_devices_and_its_gradients_equal_the_reference(attention,
         np.testing.assert_allclose(np.asarray(ours)[:, :, places], theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_the_ring_leaves_out_chunks_that_nothing_sees():
+def test_chunks_that_nothing_sees_are_left_out():
     """Values that are not a number spoil whatever is multiplied with them, by zero as well."""
     context = make_context(2)
     places, back = context.places(32), np.argsort(context.places(32))
@@ -207,18 +206,13 @@ def one_device(batch):
 
 
 def layouts():
-    """Every way to spread 8 devices over the axes; the ways of attention take turns."""
+    """Every way to spread 8 devices over the axes."""
     usual = {(1, 2, 2, 2), (2, 1, 1, 4)}
-    kinds = itertools.cycle(("ring", "all_gather"))
     for sizes in itertools.product((1, 2, 4, 8), repeat=4):
         if np.prod(sizes) == 8:
-            attention = next(kinds) if sizes[3] > 1 else "ring"
-            if sizes in usual:
-                attention = "ring"
             axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))
-            config = MeshConfig(**axes, cp_attention=attention)
             marks = () if sizes in usual else pytest.mark.slow
-            yield pytest.param(config, marks=marks, id=f"{sizes}-{attention}")
+            yield pytest.param(MeshConfig(**axes), marks=marks, id=str(sizes))
 
     for sizes in ((1, 2, 2, 2), (2, 1, 4, 1)):
         axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))

@@ -19,7 +19,7 @@ from specjax.models.transformer import init_params, split_layout
 from specjax.parallel import sharding
 from specjax.parallel.collectives import Collective, received
 from specjax.parallel.copies import Copies
-from specjax.parallel.reshard import Mover, Reshard, cast
+from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -57,6 +57,12 @@ UNNAMED = "an operation that belongs to no weight"
 SCOPE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
 ARGUMENT = re.compile(r'op_name="\w+((?:\[[^]"]+\])+)"')
 KEY = re.compile(r"\[[\\']*([^]\\']+)[\\']*\]")
+
+
+@functools.cache
+def cast(dtype: str):
+    """A jitted `convert` that casts weights to the dtype of rollouts."""
+    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype), params))
 
 
 def collectives_in(hlo: str) -> list[tuple[str, Collective]]:

@@ -70,8 +70,8 @@ def with_attention(
     name = cfg.run.attention
     if context is not None and name != "reference" and not dispatch.has("context_attention", name):
         log.warning(
-            "%s: rows are split over %d devices (mesh.cp), which attend in XLA (%s), without %s",
-            whose, context.ways, context.attention, name,
+            "%s: rows are split over %d devices (mesh.cp), which attend in XLA, without %s",
+            whose, context.ways, name,
         )  # fmt: skip
     return cfg
 

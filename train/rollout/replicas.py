@@ -18,13 +18,10 @@ from specjax.parallel import distributed
 from specjax.telemetry import Collector
 
 
-def copies_for(
-    mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
-) -> Copies | None:
+def copies_for(meshes: Sequence[jax.sharding.Mesh | None]) -> Copies | None:
     """Returns what copies weights to all replicas of the job; None for one process.
 
     Args:
-      mesh: mesh of training, see `train.programs.make_meshes`.
       meshes: meshes of all replicas of the job.
 
     Raises:
@@ -41,7 +38,7 @@ def copies_for(
             "exchange between processes needs as many devices in each; set "
             "distributed.local_devices to the smallest number that a process has"
         )
-    return Copies(meshes, mesh)
+    return Copies(meshes)
 
 
 def join_engines(

@@ -6,11 +6,6 @@ from specjax.checked_json import UnsupportedModelError
 from specjax.interfaces import Family
 from specjax.registry import FAMILIES
 
-_ROWS = dict(FAMILIES.rows)  # the package's own; `add_family` adds to the table
-MEMBERS = (
-    "model_type", "architecture", "layer_prefix", "head_style", "read", "write", "stored", "zeros",
-)  # fmt: skip
-
 
 def family_of(model_type: object, where: object = "") -> Family:
     """Looks up the family of a `model_type` in the table; a checkpoint never imports one.
@@ -45,28 +40,13 @@ def add_family(path: str | None) -> None:
     """
     if path is None:
         return
-    if not all(path.partition(":")):
-        known = ", ".join(FAMILIES.names)
-        raise ValueError(
-            "family: expected a family of your own as 'package.module:attribute', "
-            f"got {path!r}; those that are known, {known}, need no setting: the checkpoint's "
-            "model_type says which it is"
-        )
     try:
         family = FAMILIES.find(path)
     except ValueError as error:
         raise ValueError(f"family: {error}") from error
-    if not isinstance(family, Family):
-        lacking = [name for name in MEMBERS if not hasattr(family, name)]
+    if path in FAMILIES or not isinstance(family, Family):
         raise ValueError(
-            f"family: expected {FAMILIES.expected} at {path}, got "
-            f"{type(family).__name__} without {', '.join(lacking)}"
-        )
-    held = FAMILIES.rows.get(family.model_type)
-    if held not in (None, _ROWS.get(family.model_type)) and FAMILIES.find(held) is not family:
-        raise ValueError(
-            f"family: model_type {family.model_type!r} is that of {held} in this "
-            f"process, expected no other, got another, {path}; give one of the two a "
-            "model_type of its own, or use a process for each"
+            f"family: expected {FAMILIES.expected} of your own as 'package.module:attribute', got "
+            f"{path!r}; the model_type of a checkpoint says which of the others it is"
         )
     FAMILIES.rows[family.model_type] = path
