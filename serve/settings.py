@@ -38,7 +38,7 @@ class SpeculationSection(Speculation):
       telemetry: count the causes for which drafts are rejected.
     """
 
-    telemetry: bool | None = option(True, needs="speculates")
+    telemetry: bool = option(True, needs="speculates")
 
 
 @dataclass(frozen=True)

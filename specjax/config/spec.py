@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ AUTO_DRAFT, CHECKPOINT_DRAFT, RANDOM_DRAFT, NGRAM_DRAFT = "auto", "checkpoint", 
 DRAFT_WORDS = (AUTO_DRAFT, CHECKPOINT_DRAFT, RANDOM_DRAFT, NGRAM_DRAFT)
 DRAFT_KINDS = ("mtp", "eagle3")  # names of `specjax.registry.DRAFTS` of which a head can be made
 NGRAM_LIMIT = 127  # match lengths are kept as int8
-TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
 DEFAULT_STRATEGY = Strategy.chain(4)
 
 
@@ -86,8 +84,7 @@ class SpecConfig:
         so that log-probabilities are bitwise equal, too; slower (`coupled`, `greedy`).
       exact_mode: whether everything is decoded plainly as well and compared, and the first
         difference reported.
-      telemetry: whether to record why drafts are rejected; None: as the environment variable
-        SPECJAX_TELEMETRY says.
+      telemetry: whether to record why drafts are rejected.
     """
 
     strategy: Any = option(None, kind=str | None, needs=("speculates", "is_selectable"))
@@ -106,7 +103,7 @@ class SpecConfig:
     spec_verify_tokens: int = option(48, needs="speculates")
     invariant: bool = False
     exact_mode: bool = option(False, needs="speculates")
-    telemetry: bool | None = option(None, needs="speculates")
+    telemetry: bool = option(False, needs="speculates")
 
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
@@ -190,12 +187,6 @@ class SpecConfig:
     @property
     def is_off(self) -> bool:
         return self.own_strategy.is_off
-
-    @property
-    def telemetry_on(self) -> bool:
-        if self.telemetry is None:
-            return os.environ.get(TELEMETRY_VARIABLE, "0") not in ("", "0", "false", "False")
-        return self.telemetry
 
     def resolve(self) -> Strategy:
         """The strategy, cut to `spec_verify_tokens`."""

@@ -123,7 +123,7 @@ class Engine(BaseEngine):
         if control is not None:
             compiled = [plan.strategy for plan in runner.plans.values()]
             self.controller = controllers.make_controller(control, compiled)
-        self.telemetry = Collector() if spec and spec.telemetry_on else None
+        self.telemetry = Collector() if spec and spec.telemetry else None
         self.watcher: Any = None
         self.lengths = LengthHistory()
         source = runner.longest.source

@@ -102,7 +102,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
         tau=spec.tau,
         adaptive_width=spec.adaptive_width and strategy.is_dynamic,
         invariant=spec.invariant,
-        telemetry=spec.telemetry_on,
+        telemetry=spec.telemetry,
     )
     if strategy.is_off:
         return Plan(cfg, None, source, **settings)

@@ -1,7 +1,7 @@
 """Telemetry of rejected drafts: collected on the host after each chunk, and summarised.
 
-`SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` enables it; the device reports rejections by
-`specjax.decode.report`. After a run `llm.telemetry.summary()` returns the figures, and
+`SpecConfig(telemetry=True)` enables it; the device reports rejections by `specjax.decode.report`.
+After a run `llm.telemetry.summary()` returns the figures, and
 `llm.telemetry.write_jsonl("run.jsonl")` writes them to a file.
 """
 

@@ -338,7 +338,7 @@ def test_a_lost_process_ends_the_job_with_its_name(thin_policy, tmp_path, victim
     ("given", "name"),
     [
         ({"last": ["seed=4"]}, "seed"),
-        ({"last_env": {"SPECJAX_TELEMETRY": "1"}}, "SPECJAX_TELEMETRY"),
+        ({"last_env": {"JAX_DEFAULT_MATMUL_PRECISION": "high"}}, "JAX_DEFAULT_MATMUL_PRECISION"),
     ],
 )
 def test_processes_with_other_settings_do_not_begin(thin_policy, tmp_path, given, name):

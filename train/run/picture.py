@@ -26,17 +26,12 @@ Series = tuple[list[int], list[float]]
 
 
 class Panel(NamedTuple):
-    """One set of axes: curves with one unit, {metric: label}.
-
-    `stacked` bars add up, and a panel that is `nonzero` is left out where all values are 0.
-    """
+    """One set of axes: curves with one unit, {metric: label}."""
 
     title: str
     unit: str
     curves: dict[str, str]
     bottom: float | None = 0.0
-    stacked: bool = False
-    nonzero: bool = False
 
 
 PANELS = (
@@ -86,13 +81,12 @@ PANELS = (
     Panel("Policy entropy: lower is surer", "nats per token", {"train/entropy": "policy"}),
     Panel(
         "Time per step, by phase",
-        "seconds (stacked)",
+        "seconds",
         {
             "time/rollout": "rollout",
             "time/train": "policy update",
             "time/draft": "draft head update",
         },
-        stacked=True,
     ),
     Panel(
         "Response length",
@@ -103,7 +97,6 @@ PANELS = (
         "Size of the policy update: clipping",
         "share of tokens clipped",
         {"train/clip_fraction": "clipped"},
-        nonzero=True,  # with one update of a rollout nothing can be clipped
     ),
     Panel(
         "Size of the policy update: KL",
@@ -121,7 +114,7 @@ def draw(run: Path, file: Path | None = None) -> Path:
         ValueError: no panel shows any of its metrics.
     """
     records = read_metrics(run)
-    panels = [panel for panel in PANELS if _has_values(panel, records)]
+    panels = [p for p in PANELS if any(_series(records, name)[0] for name in p.curves)]
     if not panels:
         raise ValueError(f"{run}: nothing to draw in {len(records)} records")
     columns = min(4 if len(panels) > 6 else 3, len(panels))
@@ -132,7 +125,8 @@ def draw(run: Path, file: Path | None = None) -> Path:
         _draw_panel(axis, panel, records)
     for axis in grid.flat[len(panels) :]:
         axis.remove()
-    figure.suptitle(_headline(run, records), fontsize=13, x=0.01, ha="left", weight="bold")
+    title = f"{run.resolve().name}: {max(record['step'] for record in records)} steps"
+    figure.suptitle(title, fontsize=13, x=0.01, ha="left", weight="bold")
     figure.supxlabel("pale: each step; bold: running mean over a tenth of the run", fontsize=9)
     file = run / PICTURE if file is None else file
     figure.savefig(file, dpi=110)
@@ -145,22 +139,11 @@ def _series(records: Records, metric: str) -> Series:
     return [step for step, _ in pairs], [float(value) for _, value in pairs]
 
 
-def _has_values(panel: Panel, records: Records) -> bool:
-    values = [value for metric in panel.curves for value in _series(records, metric)[1]]
-    return any(values) if panel.nonzero else bool(values)
-
-
 def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
-    heights: dict[int, float] = {}
     for number, (metric, label) in enumerate(panel.curves.items()):
         steps, values = _series(records, metric)
         color = f"C{number % 10}"
-        if panel.stacked:
-            below = [heights.get(step, 0.0) for step in steps]
-            axis.bar(steps, values, bottom=below, width=0.9, color=color, label=label)
-            sums = (low + value for low, value in zip(below, values, strict=True))
-            heights |= dict(zip(steps, sums, strict=True))
-        elif len(steps) < 12:
+        if len(steps) < 12:
             if steps:
                 axis.plot(steps, values, color=color, label=label, marker="o", markersize=3)
         else:
@@ -178,14 +161,3 @@ def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
         axis.set_ylim(bottom=panel.bottom)
     if len(axis.get_legend_handles_labels()[0]) > 1:
         axis.legend(fontsize=8, frameon=False)
-
-
-def _headline(run: Path, records: Records) -> str:
-    text = f"{run.resolve().name}: {max(record['step'] for record in records)} steps"
-    for metric, label in (
-        ("eval/reward", "held-out reward"),
-        ("rollout/drafted_accept_length", "accept length"),
-    ):
-        if len(values := _series(records, metric)[1]) > 1:
-            text += f", {label} {values[0]:.2f} -> {values[-1]:.2f}"
-    return text

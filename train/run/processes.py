@@ -18,7 +18,6 @@ import jax
 
 from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError
-from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel import distributed
 from specjax.settings import fingerprint
@@ -92,8 +91,6 @@ def _agree(cfg: Any, out: Path) -> None:
     """
     traced = {name.upper(): getattr(jax.config, name) for name in _TRACED}
     mine = fingerprint(cfg, ("distributed",)) | traced | {"the version of jax": jax.__version__}
-    if cfg.rollout.telemetry is None:
-        mine[TELEMETRY_VARIABLE] = cfg.rollout.spec().telemetry_on
     for process, theirs in enumerate(distributed.gather(mine, "settings")):
         differing = sorted(key for key in mine if mine[key] != theirs.get(key))
         if differing:
