@@ -343,22 +343,19 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
-        *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generates `params.n` samples for each prompt.
+        """Generates `sampling_params.n` samples for each prompt.
 
         Args:
           prompts: strings (see `specjax.tokenizer.prompt_ids`), lists of token ids, or vLLM's
             {"prompt": text} and {"prompt_token_ids": ids}; a single prompt need not be in a list.
-          params: sampling parameters for all prompts, or a list with one for each; None:
+          sampling_params: sampling parameters for all prompts, or a list with one for each; None:
             `get_default_sampling_params()`. Without a seed, one is drawn for the call.
           progress: whether to show a bar with tok/s and accept length. If drafting was slower
             than plain decoding would have been, the log says so: with a bar as a warning, else as
             information.
-          sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
           one `RequestOutput` per prompt, in order, with the seed of its samples. A sample whose
@@ -371,8 +368,7 @@ class LLM:
             string, a temperature that the acceptance mode does not take, or the number of params is
             neither one nor that of the prompts. Nothing has run then.
         """
-        params = _one_of(params, sampling_params)
-        ids, jobs = self._jobs(*self._normalise(prompts, params))
+        ids, jobs = self._jobs(*self._normalise(prompts, sampling_params))
         samples, self.totals = self._run(jobs, progress)
         for job, sample in zip(jobs, samples, strict=True):
             if sample.error is not None:
@@ -395,7 +391,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt | PromptDict | Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> Iterator[Piece]:
         """Generates the samples of one prompt, and yields them in pieces while they grow.
 
@@ -404,7 +400,7 @@ class LLM:
 
         Args:
           prompt: a prompt as in `generate`, or a conversation as in `chat`.
-          params: as in `generate`.
+          sampling_params: as in `generate`.
 
         Raises:
           ValueError: as in `generate` and `chat`; or the call asks for `prompt_logprobs` or
@@ -415,7 +411,7 @@ class LLM:
         given = prompt if isinstance(prompt, (str, Mapping)) else list(prompt)
         if isinstance(given, list) and given and isinstance(given[0], Mapping):
             [given] = self._chat_prompts(given)
-        _, jobs = self._jobs(*self._normalise([given], params))
+        _, jobs = self._jobs(*self._normalise([given], sampling_params))
         if jobs[0].params.prompt_logprobs is not None:
             raise ValueError("stream has no prompt_logprobs; leave it out, or use generate")
         return self._streamed(jobs)
@@ -471,34 +467,30 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of several.
 
         Args:
           messages: one conversation, a list of {"role": .., "content": ..}, or a list of several.
             The tokenizer's chat template makes a prompt of each.
-          params: as in `generate`.
+          sampling_params: as in `generate`.
           progress: as in `generate`.
           chat_template_kwargs: further variables of the template, such as `enable_thinking`.
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
           continue_final_message: whether the prompt ends within the last message, which is then
             continued; not with `add_generation_prompt`.
           tools: JSON schemas of functions that the template describes; none is called.
-          sampling_params: as in `generate`.
 
         Raises:
           ValueError: there is no tokenizer, it has no chat template, the template refuses the
             messages, or as in `generate`.
         """
-        params = _one_of(params, sampling_params)
         prompts = self._chat_prompts(
             messages,
             chat_template_kwargs,
@@ -506,7 +498,7 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self.generate(prompts, params, progress)
+        return self.generate(prompts, sampling_params, progress)
 
     def _chat_prompts(self, messages, *args, **named) -> list[list[int]]:
         """The prompts of conversations, as token ids; further arguments are those of `chat_ids`."""
@@ -634,13 +626,6 @@ class LLM:
         if (line := engine.slower_than_plain()) is not None:
             log.log(logging.WARNING if progress else logging.INFO, "%s", line)
         return result
-
-
-def _one_of(params, sampling_params):
-    """The argument that was given under one of the two names of `params`."""
-    if params is not None and sampling_params is not None:
-        raise ValueError("params and sampling_params are two names of one argument; give one")
-    return sampling_params if params is None else params
 
 
 # --- what a call is given -------------------------------------------------------------------------
