@@ -181,11 +181,6 @@ class LLM:
         if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
             spec, control = spec and dataclasses.replace(spec, strategy=Strategy.OFF), None
         self.spec = None if spec is None or spec.is_off else spec
-        if self.spec is not None and self.spec.exact_mode:
-            self.notes.append(
-                f"exact mode: acceptance {self.spec.acceptance}, whose tokens are those of plain "
-                "decoding; every sample is decoded again without speculation, and compared"
-            )
         if scan_layers is not None:
             cfg = cfg.running(scan_layers=scan_layers)
         cfg, source = laid_out(cfg, meshes[0]), None
@@ -368,7 +363,7 @@ class LLM:
             string, a temperature that the acceptance mode does not take, or the number of params is
             neither one nor that of the prompts. Nothing has run then.
         """
-        ids, jobs = self._jobs(*self._normalise(prompts, sampling_params))
+        ids, jobs = self._jobs(prompts, sampling_params)
         samples, self.totals = self._run(jobs, progress)
         for job, sample in zip(jobs, samples, strict=True):
             if sample.error is not None:
@@ -411,7 +406,7 @@ class LLM:
         given = prompt if isinstance(prompt, (str, Mapping)) else list(prompt)
         if isinstance(given, list) and given and isinstance(given[0], Mapping):
             [given] = self._chat_prompts(given)
-        _, jobs = self._jobs(*self._normalise([given], sampling_params))
+        _, jobs = self._jobs([given], sampling_params)
         if jobs[0].params.prompt_logprobs is not None:
             raise ValueError("stream has no prompt_logprobs; leave it out, or use generate")
         return self._streamed(jobs)
@@ -531,7 +526,7 @@ class LLM:
         Raises:
           InvalidLogitsError: a sample has the finish reason `error`: there is nothing to compare.
         """
-        _, jobs = self._jobs(*self._normalise(prompts, params))
+        _, jobs = self._jobs(prompts, params)
         samples, self.totals = self._run(jobs, progress)
         require_valid(samples, lambda index: f"prompt {jobs[index].request}")
         return self.compare_samples(jobs, samples, progress)
@@ -560,18 +555,13 @@ class LLM:
 
     # --- input and output ------------------------------------------------------------------------
 
-    def _normalise(self, prompts, params) -> tuple[list[Prompt], list[SamplingParams]]:
-        prompts = as_prompts(prompts)
-        if params is None:
-            params = self.get_default_sampling_params()
-        return prompts, as_params(params, len(prompts))
-
-    def _jobs(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> tuple[list[list[int]], list[Job]]:
+    def _jobs(self, prompts: Any, params: Any) -> tuple[list[list[int]], list[Job]]:
         """Checks prompts and params; returns the prompts as token ids, and one job per sample."""
+        prompts = as_prompts(prompts)
+        params = self.get_default_sampling_params() if params is None else params
         ids, jobs, seeds = [], [], CallSeeds(self._draw_seed)
-        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+        pairs = zip(prompts, as_params(params, len(prompts)), strict=True)
+        for index, (prompt, sampling) in enumerate(pairs):
             where = f"prompt {index}"
             if isinstance(prompt, str):
                 if self.tokenizer is None:
