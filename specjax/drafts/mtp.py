@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
-from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource
+from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource, drawn
 from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, cost
-from specjax.models.layers import block, draw, rms_norm
+from specjax.models.layers import block, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
 from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
@@ -65,6 +65,12 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     scale = Param((d,), (None,), init=None)
     proj = Param((2 * d, d), ("embed", "mlp"), matrix=True)
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
+
+
+def head_rows(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the rows of all modules, as checkpoints hold them."""
+    rows = {**module_rows(cfg), "layer": layer_rows(head_layer(cfg), cfg.hidden_size)}
+    return {"blocks": dict.fromkeys(range(cfg.mtp_num_layers), rows)}
 
 
 def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
@@ -137,20 +143,7 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
     if cfg.mtp_num_layers < 1:
         raise ValueError(f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}")
-    rngs, layer = nnx.Rngs(seed), layer_rows(head_layer(cfg), cfg.hidden_size)
-
-    def drawn(rows: Mapping[str, Param], depth: int = 1) -> Params:
-        return {
-            name: draw(row, rngs, cfg.run.param_dtype, depth=depth).get_value()
-            for name, row in rows.items()
-        }
-
-    return {
-        "blocks": {
-            index: {**drawn(module_rows(cfg)), "layer": drawn(layer, cfg.num_layers)}
-            for index in range(cfg.mtp_num_layers)
-        }
-    }
+    return drawn(head_rows(cfg), cfg, seed)
 
 
 def last_layer(cfg: ModelConfig, policy: Params) -> Params:
