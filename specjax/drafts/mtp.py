@@ -81,17 +81,12 @@ def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
     return merge_axes([param_axes(cfg), axes_of(module_rows(cfg)), axes_of(layer)])
 
 
-def _fuses(cfg: ModelConfig) -> bool:
-    """Returns whether a head's layers are fused: for a number format, and unless they are split."""
-    return cfg.run.fused and cfg.run.products != PLAIN
-
-
 @dataclasses.dataclass(frozen=True)
 class MTPHead(HeadNetwork):
     """The network: `mtp_num_layers` modules, see `HeadNetwork`; `cfg` is the policy's config.
 
     A module norms both inputs, projects them to D, runs a decoder layer, and has a final norm. The
-    layers are fused where `_fuses` says so, see `to_format`.
+    layers may be fused, see `to_format`.
     """
 
     cfg: ModelConfig
@@ -191,9 +186,9 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Fuses layers of a head, unless they are split; converts matrices to `cfg.run.products`."""
+    """Converts matrices to `cfg.run.products`; fuses layers for it, unless a mesh splits them."""
     rows, blocks = layer_rows(head_layer(cfg), cfg.hidden_size), params["blocks"]
-    if _fuses(cfg):
+    if cfg.run.fused and cfg.run.products != PLAIN:
         blocks = {
             index: {**module, "layer": fuse(module["layer"], rows)}
             for index, module in blocks.items()
