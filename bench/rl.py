@@ -29,6 +29,7 @@ Writes `rl_<COMPARISON>.json`, `.jsonl` (a record per seed, step and arm) and `.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import yaml
 
@@ -49,7 +51,6 @@ from train import draft
 from train.draft_schema import DraftRunConfig
 from train.heads import curve as draft_curve
 from train.heads.losses import DRAFT_LOSSES
-from train.heads.states import weights_digest
 from train.schema import RLConfig
 from train.trainer import Trainer
 
@@ -157,7 +158,11 @@ def digests_of(trainer: Trainer, tokens: str) -> dict[str, str]:
     """Returns digests of the step that a trainer has just done: equal for bit-identical steps."""
     rewards = np.array([group.rewards for group in trainer.last_rollout])
     trees = {"rewards": rewards, "policy": trainer.params, "head": trainer.head}
-    return {"tokens": tokens} | {name: weights_digest(tree) for name, tree in trees.items()}
+    digests = {"tokens": tokens}
+    for name, tree in trees.items():
+        leaves = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+        digests[name] = hashlib.sha256(leaves).hexdigest()
+    return digests
 
 
 class Run(NamedTuple):
