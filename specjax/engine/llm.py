@@ -320,21 +320,6 @@ class LLM:
             require_same_draft(head.source, self.source)
         return head.params
 
-    def update_draft_vocab(self, token_ids: Sequence[int] | None = None) -> None:
-        """Changes the tokens that the draft proposes (`draft_vocab`), between two chunks.
-
-        It compiles nothing, and changes no token of a sample. Without a call, an engine without
-        `token_map` chooses them anew by itself, each time it has emitted twice as many tokens.
-
-        Args:
-          token_ids: as many different token ids as `draft_vocab`, which stay; None: those that were
-            emitted most so far.
-
-        Raises:
-          ValueError: see `BaseEngine.set_draft_ids`.
-        """
-        self.engine.set_draft_ids(token_ids)
-
     def generate(
         self,
         prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
