@@ -128,6 +128,7 @@ class LLM:
       head: the parameters of what drafts, or of the head that is not used; None: there are none.
       generation: the default sampling parameters, see `generation_config`.
       notes: lines that say what was chosen for the caller.
+      telemetry: the collector of rejected drafts; None unless `SpecConfig.telemetry` is on.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
         every sample of the last call that differs; None if nothing was compared.
@@ -204,6 +205,7 @@ class LLM:
         self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
+        self.telemetry: Collector | None = self.engine.telemetry
         for line in engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, self.head if self.spec else None)
@@ -249,11 +251,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of prompts that come without any, see `generation_config`."""
         return SamplingParams(**sampling_defaults(self.generation))
-
-    @property
-    def telemetry(self) -> Collector | None:
-        """The collector of rejected drafts; None unless `SpecConfig.telemetry` is on."""
-        return self.engine.telemetry
 
     def warm_up(
         self,
