@@ -38,6 +38,9 @@ def same_answer(gold: str, found: str) -> bool:
     if max(len(gold), len(found)) > LONGEST:
         return False
     gold, found = clean(gold), clean(found)
+    if labelled := _LABELLED.fullmatch(gold):
+        either = any(same_answer(part, found) for part in labelled.groups())
+        return either or squeezed(gold) == squeezed(found)
     if not (gold and found and _is_whole(gold) and _is_whole(found)):
         return False
     if squeezed(gold) == squeezed(found):  # `100,200` may be a number, and `100, 200` a list
@@ -55,6 +58,12 @@ def same_answer(gold: str, found: str) -> bool:
     if _is_misread(gold, found):
         return gold == found
     return _is_undone(gold) >= _is_undone(found) and _same_formula(gold, found)
+
+
+# A choice with its text, as `\\textbf{(D)}\\ 12`: either is enough.
+_LABELLED = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+)
 
 
 def _is_whole(text: str) -> bool:

@@ -96,10 +96,20 @@ def split_unit(text: str) -> tuple[str, str]:
     return match[1], f"{match[2]} {match[3] or ''}"
 
 
+_SHORT = dict(
+    mm="millimeter", cm="centimeter", m="meter", km="kilometer", ft="feet", foot="feet", yd="yard",
+    mi="mil", mg="milligram", g="gram", kg="kilogram", oz="ounc", lb="pound", lbs="pound",
+    mL="milliliter", L="liter", s="second", sec="second", min="minut", h="hour", hr="hour",
+    per="/", cents="cent",
+)  # fmt: skip
+_SHORT["in"] = "inch"
+
+
 def unit_name(unit: str) -> str:
     """One name for a unit; case counts in symbols (`mW`, `MW`), not in words."""
     words = re.findall(r"[^\W\d_]+|[/23%]", unit)
-    return " ".join(w if len(w) < 4 else w.lower().rstrip("s").rstrip("e") for w in words)
+    words = (w if len(w) < 4 else w.lower().rstrip("s").rstrip("e") for w in words)
+    return " ".join(_SHORT.get(word, word) for word in words)
 
 
 _THOUSANDS = re.compile(
