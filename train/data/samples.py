@@ -217,11 +217,9 @@ class Sampler:
             jobs = []
             for _ in range(size):
                 place, ids = self._next(position)
-                params = self.cfg.rollout.sampling_params(
-                    rows.group_seed(self.cfg.seed, 0, place), n
-                )
+                seed, position = rows.group_seed(self.cfg.seed, 0, place), place + 1
+                params = self.cfg.rollout.sampling_params(seed, n)
                 jobs += make_jobs(ids, params, eos_ids, request=place)
-                position = place + 1
             before = sum(self.sizes[:block]) * n
 
             def show(ended: int, totals: Totals, before: int = before) -> None:

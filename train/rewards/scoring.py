@@ -116,7 +116,8 @@ class Scorer:
         self.workers = 0 if options is None or reward else options.workers
         if self.workers is None:
             quick = all(getattr(function, "quick", False) for function in functions)
-            self.workers = 0 if quick else default_workers()
+            usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+            self.workers = 0 if quick else max(1, min(8, len(usable(0)) // 2))
         self._workers: Workers | None = None
         self._described: set[str] = set()  # failures
         self._seconds: list[float] = []  # of calls since the last figures
@@ -204,7 +205,7 @@ class Scorer:
             if self._workers is None:
                 setup = Setup(self.names, self._pattern, self._timeout)
                 self._workers = Workers(setup, self.workers, self._seconds.append)
-            return self._workers.submit(index, completions, rows, call.is_async)
+            return self._workers.submit(index, completions, rows)
         started, future = time.perf_counter(), Future()
         future.set_result(call(completions, rows))
         self._seconds.append(time.perf_counter() - started)
@@ -320,12 +321,6 @@ class Scoring:
             future.cancel()
 
 
-def default_workers() -> int:
-    """Returns the number of worker processes by default: half of the processors, 8 at most."""
-    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    return max(1, min(8, len(usable(0)) // 2))
-
-
 def labels_of(names: Sequence[str]) -> tuple[str, ...]:
     """The name of each reward in metrics: of a path the function, unless that is ambiguous."""
     short = [name.rpartition(":")[2] for name in names]
@@ -420,12 +415,11 @@ def check_gold(
 
 
 def unwinnable_message(scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int) -> str:
-    """A line that names unwinnable rows, five at most, those without an answer first."""
-    lost = sorted(lost, key=lambda pair: pair[0].unread is None)
+    """A line that names unwinnable rows, five at most."""
     text = "; ".join(f"{row_name(row)}: {reason}" for row, reason in lost[:5])
     if len(lost) > 5:
         text += f"; and {len(lost) - 5} more"
-    if lost[0][0].unread is not None:
+    if any(row.unread is not None for row, _ in lost):
         text += "; data.answer_key=COLUMN names another column of the answer"
     return (
         f"{len(lost)} of {checked} gold answers checked cannot be won with "

@@ -37,7 +37,7 @@ from train.rewards.calls import Failed, Outcome, RewardCall, took_too_long
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
 _FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
 _FIRST_TIMES = 3  # how many of these may be late: such a reward hangs
-_MARGIN = 1.0  # seconds by which an asynchronous reward, which has the limit itself, may be late
+_MARGIN = 1.0  # seconds by which a reward may be late, for asynchronous ones have the limit too
 _MOST_LATE = 100  # late asynchronous calls, which may go on, with which a process is replaced
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _CODE = (
@@ -87,11 +87,7 @@ class Workers:
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def submit(
-        self,
-        index: int,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        margin: bool = False,
+        self, index: int, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Future[Outcomes]:
         """Has a worker call the reward of that number; returns at once.
 
@@ -99,10 +95,9 @@ class Workers:
           index: number of the reward.
           completions: texts to score.
           rows: columns of the row of each completion.
-          margin: whether the reward watches the time limit itself, and is ended only if it is late.
         """
         future: Future[Outcomes] = Future()
-        self._calls.put((future, index, list(completions), list(rows), margin))
+        self._calls.put((future, index, list(completions), list(rows)))
         return future
 
     def close(self) -> None:
@@ -149,10 +144,10 @@ class _Worker:
             except Exception as error:
                 future.set_exception(error)
 
-    def _answer(self, index: int, completions: list, rows: list, margin: bool) -> Outcomes:
+    def _answer(self, index: int, completions: list, rows: list) -> Outcomes:
         seconds, is_first = self._setup.seconds, index not in self._called
         extra = _FIRST_SECONDS * (is_first and self._late_first[index] < _FIRST_TIMES)
-        limit = seconds * len(completions) + extra + _MARGIN * margin
+        limit = seconds * len(completions) + extra + _MARGIN
         try:
             self._connection.send((index, completions, rows, extra))
             if self._connection.poll(limit):

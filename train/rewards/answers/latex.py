@@ -39,6 +39,7 @@ _SPELLINGS = [
         (r"\\(?:ldots|cdots)(?![a-zA-Z])|\.\.\.|…", r"\\dots "),
         (r"\\pmod\s*(\w)", r"\\pmod{\1}"),
         (r"_\s*\{\s*(\w)\s*\}", r"_\1"),
+        (r"(?<![a-zA-Z\\_])i(?![a-zA-Z])", " i "),  # else math-verify takes i of `4i` for real
         (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
         (r"^\s*(?:\\text\s*\{\s*)?(?i:all real(?: number)?s)\.?\s*\}?\.?\s*$", r"\\mathbb{R}"),
         (r"^\s*\\\{\s*[a-zA-Z]\s*(?:\\mid|\\vert|:|\|)(.*)\\\}\s*$", r"\1"),
