@@ -30,6 +30,7 @@ from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
+from specjax.settings import named_in
 from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
 from train.heads.losses import Sampling
@@ -38,6 +39,7 @@ from train.loss.logprobs import Transforms
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
 from train.rollout.draws import group_params
+from train.rollout_schema import SECTIONS
 from train.schema import RLConfig, as_run
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
@@ -254,7 +256,7 @@ def settle_drafting(
         may_stop = roll.invariant or not cfg.algo.tis
         drafting = settle_draft(roll.spec(), given, head, may_stop, target, find)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(named_in(SECTIONS, error)) from error
     if drafting.by_default and mode != "auto":
         raise ConfigError(
             f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "
@@ -458,5 +460,5 @@ def build_programs(
     try:
         engines = build_engines(cfg, decoded, speculate, source, meshes)
     except ValueError as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(named_in(SECTIONS, error)) from error
     return Programs(policy, draft, replica_drafts, *engines)

@@ -33,7 +33,7 @@ from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import sharding
-from specjax.settings import fingerprint
+from specjax.settings import fingerprint, named_in
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.data import rows
@@ -73,6 +73,7 @@ from train.rollout.replicas import (
 from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
 from train.rollout.vocabulary import DraftVocabulary
+from train.rollout_schema import SECTIONS
 from train.run.start import find_policy
 from train.schema import RLConfig
 
@@ -176,7 +177,7 @@ class Trainer:
                 loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
                 _, self.source, self.source_params = loaded
         except (ValueError, OSError) as error:
-            raise ConfigError(f"rollout: {error}") from error
+            raise ConfigError(named_in(SECTIONS, error)) from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -223,7 +224,7 @@ class Trainer:
         try:
             first = draft_ids(self.model, spec, ids)
         except ValueError as error:
-            raise ConfigError(f"rollout: {error}") from error
+            raise ConfigError(named_in(SECTIONS, error)) from error
         self.vocabulary = DraftVocabulary(size, first, always, follows, ids)
         self._give_vocabulary()
 
