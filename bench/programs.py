@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -359,6 +361,14 @@ def alone(runner: Runner, rows: RowMap) -> RowMap:
     )
 
 
+@functools.cache
+def token_map(count: int) -> str:
+    """Writes a file that lists the first tokens, to draft from; returns its path."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(list(range(count)), file)
+    return file.name
+
+
 class Size(NamedTuple):
     """The sizes and settings of a chunk.
 
@@ -402,9 +412,8 @@ class Chunk:
 
     def __init__(self, place: Place, size: Size, rule: Callable | None = None):
         self.size = size
-        spec = None
-        if size.strategy != OFF:
-            spec = SpecConfig(size.strategy, draft_vocab=size.draft_vocab)
+        some = size.draft_vocab and token_map(size.draft_vocab)
+        spec = None if size.strategy == OFF else SpecConfig(size.strategy, token_map=some)
         emits = 1 if spec is None else spec.resolve().steps + 1  # tokens per round, at most
         tokens = size.rounds * emits
         longest = size.context + tokens + emits + 1

@@ -1,4 +1,4 @@
-"""Operations of an administrator: /update_weights, /update_draft_vocab, /sleep, /wake."""
+"""Operations of an administrator: /update_weights, /sleep, /wake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specjax.models.transformer import Params
 from specjax.parallel.copies import checksum
 from specjax.tokenizer import with_tokenizer_end
 
-ADMIN_PATHS = ("/update_weights", "/update_draft_vocab", "/sleep", "/wake")
+ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
 # Fields of ModelConfig that may differ between served and new weights: they say how this program
 # computes, or hold sampling defaults.
 _MAY_DIFFER = ("run", "mtp_num_layers", "generation")
@@ -103,21 +103,6 @@ class Admin:
             "head_updated": head is not None,
             "seconds": time.perf_counter() - began,
         }
-
-    async def draft_vocab(self, token_ids: list[int] | None) -> dict:
-        """Changes the tokens that the draft proposes between two chunks; running samples go on.
-
-        Raises:
-          ApiError: they cannot be changed, see `LLM.update_draft_vocab`; the old ones stay.
-        """
-        async with self._lock:
-            if self._thread.asleep:
-                raise ApiError(409, "the server is asleep; POST /wake first")
-            try:
-                await self._thread.call(lambda: self._llm.update_draft_vocab(token_ids))
-            except ValueError as error:
-                raise ApiError(400, str(error), "token_ids") from error
-            return {"status": "ok", "tokens": len(self._llm.engine.runner.weights.ids)}
 
     async def sleep(self) -> dict:
         """Lets running samples finish, moves policy and head to host memory, and frees the devices.

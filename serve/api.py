@@ -26,7 +26,6 @@ from serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    DraftVocabularyRequest,
     TokenizeRequest,
     WeightsRequest,
 )
@@ -254,11 +253,6 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     async def update_weights(body: WeightsRequest):
         with refused():
             return await admin.update(body)
-
-    @app.post("/update_draft_vocab")
-    async def update_draft_vocab(body: DraftVocabularyRequest):
-        with refused():
-            return await admin.draft_vocab(body.token_ids)
 
     @app.post("/sleep")
     async def sleep():

@@ -554,16 +554,6 @@ class WeightsRequest(Body):
     )
 
 
-class DraftVocabularyRequest(Body):
-    """POST /update_draft_vocab."""
-
-    token_ids: Annotated[list[Token], Field(fail_fast=True)] | None = Field(
-        None,
-        description="the tokens that the draft proposes from now on, as many as "
-        "speculation.draft_vocab; null: those that were emitted most so far",
-    )
-
-
 def _field_in(message: str) -> str | None:
     """The field of `SamplingParams` that its error message begins with."""
     word = message.split(" ", 1)[0]

@@ -93,7 +93,7 @@ class ServeConfig(ModelSettings):
       host: address to listen on; 0.0.0.0: all addresses of the machine.
       port: port to listen on; 0 takes a free one and prints it.
       api_key: key that clients must send, better set as SPECJAX_API_KEY; null: no key.
-      admin_key: key for /update_weights, /update_draft_vocab, /sleep and /wake, better set as
+      admin_key: key for /update_weights, /sleep and /wake, better set as
         SPECJAX_ADMIN_KEY; null: these requests are refused.
       allowed_origins: origins of web pages whose scripts may read responses (CORS); *: all; []:
         none.

@@ -1060,10 +1060,6 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def _refuses_nothing(operation: str, device: Device | None, cfg: Any) -> str | None:
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """Kernels of a platform, by operation.
@@ -1091,7 +1087,7 @@ class Backend:
 
     operations: Mapping[str, Callable[..., Any]]
     line: str
-    refuses: Callable[[str, Device | None, Any], str | None] = _refuses_nothing
+    refuses: Callable[[str, Device | None, Any], str | None] = lambda *_: None
     rest: str = "reference"
     kinds: tuple[str, ...] = ()
     page_multiple: int = 16

@@ -348,7 +348,7 @@ def test_exact_mode_says_whether_every_token_is_plain_decodings(run, monkeypatch
     status, _, errors = run("17+25+8=", "1+1=", "-n", "2", "--exact-mode")
     assert status == 0
     assert "all 96 tokens of 4 samples are those of plain decoding" in errors
-    difference = Difference(1, 0, 7, 3, 4, 1.0, 1.0, 0.0, False)
+    difference = Difference(1, 0, 7, 3, 4, 0.0, False)
     monkeypatch.setattr(LLM, "compare_samples", lambda *unused: [difference])
     status, _, errors = run("17+25+8=", "1+1=", "--exact-mode")
     assert status == 1 and "1 of 2 samples differ from plain decoding" in errors

@@ -59,7 +59,6 @@ from train.data.checks import (
     describe_data,
     fit_lengths,
     overlong_warnings,
-    require_template,
 )
 from train.data.prompts import Prompts
 from train.data.samples import (
@@ -174,7 +173,6 @@ class HeadTrainer:
         cfg, warnings = self.cfg, []
         if cfg.data.texts is None:
             self.problems = rows.problems(cfg.data, "train", self.prompts.chat)
-            require_template(cfg, self.problems[0].prompt)
             warnings += overlong_warnings(self.prompts, self.problems)
         self.notes.append(describe_data(self.prompts, self.named))
         if cfg.eval.problems:

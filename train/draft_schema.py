@@ -144,7 +144,7 @@ class DraftRunConfig(Common):
     """
 
     unread: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("data.slip", "data.impatience", "data.strip_calculator"), _AS_THEY_ARE),
+        **dict.fromkeys(("data.slip", "data.impatience"), _AS_THEY_ARE),
         "data.unwinnable": "it is about gold answers, which train.rl checks; leave it out",
         "draft.mode": _ONE_PROGRAM,
         "draft.spot": "train.draft has no rollouts with gaps in them; leave it out",

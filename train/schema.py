@@ -128,13 +128,12 @@ class DataConfig:
       date: date that chat templates write, as YYYY-MM-DD; null: that of the run's first start, UTC.
       overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: auto,
         drop, and an error at start if they are more than a tenth; drop, however many they are
-        (verl: filter_overlong_prompts); truncate (on the left, as verl's truncation=left); error.
+        (verl: filter_overlong_prompts); truncate (on the left, as verl's truncation=left).
         In train.sft, and of data.texts, it is about demonstrations of more tokens than
         packing.row_length or the model's positions, without truncate.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
         error ends the run at start, keep warns.
-      strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
       dataset: name of a data set of reasoning-gym, with task=reasoning_gym; `seed` is its seed.
       dataset_args: further arguments of that data set, such as {max_digits: 2}.
       train_size: number of generated training problems.
@@ -158,10 +157,9 @@ class DataConfig:
     chat: str = option("auto", choices=("auto", "on", "off"))
     chat_template_kwargs: dict[str, Any] = option({})
     date: str | None = None
-    overlong_prompts: str = option("auto", choices=("auto", "drop", "truncate", "error"))
+    overlong_prompts: str = option("auto", choices=("auto", "drop", "truncate"))
     duplicates: str = option("keep", choices=("keep", "drop"), needs="path")
     unwinnable: str = option("error", choices=("error", "keep"), needs=("path", "checks_gold"))
-    strip_calculator: bool = option(True, needs="path")
     train_size: int = option(1_000_000, least=1, needs="!path")
     heldout_size: int = option(512, least=1, needs="eval.any")
     min_terms: int = option(2, least=2, needs=("!path", "task=auto|sums"))
@@ -548,7 +546,6 @@ class RLConfig(Trained):
     unread: ClassVar[Mapping[str, str]] = {
         "data.slip": _OF_DEMONSTRATIONS,
         "data.impatience": _OF_DEMONSTRATIONS,
-        "data.strip_calculator": _OF_DEMONSTRATIONS,
         "rollout.attention": "rollouts and training have one kernel; did you mean 'attention'?",
     }
     # `algo=dapo` is short for a preset; `algo={...}` is the section.

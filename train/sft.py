@@ -22,7 +22,7 @@ import numpy as np
 
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.weights import TOKENIZER, Head, describe, describe_head
-from specjax.command_line import ConfigError, typed_in
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
@@ -40,9 +40,8 @@ from train.data.checks import (
     dropped_warnings,
     encode_some,
     require_most,
-    require_template,
 )
-from train.data.prompts import Prompts, demonstration_name
+from train.data.prompts import Prompts
 from train.data.tasks.layout import text_of_response
 from train.data.tokenizer import train_bpe_tokenizer
 from train.heads.training import DraftTrainer, draft_metrics
@@ -84,15 +83,13 @@ class PackedDemonstrations:
     def __init__(self, cfg: SFTConfig, tokenizer, model: ModelConfig | None = None):
         self.prompts = Prompts(tokenizer, cfg.data, model=model)
         source = rows.demonstrations(cfg.data, "train", self.prompts.chat)
-        require_template(cfg, source[0].prompt)
-        _require_calculator(cfg)
-        names, encoded = encode_some(self.prompts, source)
-        self.warnings = dropped_warnings([pair.dropped for pair in encoded])
+        encoded = encode_some(self.prompts, source)
+        self.warnings = dropped_warnings(encoded)
         self._source, self._cfg = rows.endless(source, cfg.data.seed), cfg
         self.tokenizer, self.position, self.passed_over = tokenizer, 0, 0
         self.limit = Limit.of_rows(cfg.packing.row_length, model)
-        sizes = [len(pair.prompt) + len(pair.response) for pair in encoded]
-        require_most(cfg.data, sizes, names, self.limit, "demonstrations")
+        sizes = [len(pair.prompt) + len(pair.tokens) for pair in encoded]
+        require_most(cfg.data, sizes, self.limit, "demonstrations")
 
     def next_update(self) -> list[PackedBatch]:
         """Fills the micro-batches of one update first-fit, until a demonstration does not fit.
@@ -100,8 +97,7 @@ class PackedDemonstrations:
         Demonstrations that are too long are skipped and counted.
 
         Raises:
-          ConfigError: a demonstration is too long and `data.overlong_prompts` is `error`, or a
-            thousand in a row were skipped.
+          ConfigError: a thousand in a row were skipped.
         """
         packing = self._cfg.packing
         room = [packing.row_length] * (packing.rows * packing.microbatches)
@@ -109,11 +105,14 @@ class PackedDemonstrations:
         while True:
             item = self._source[self.position]
             pair = self.prompts.demonstration(item)
-            size = len(pair.prompt) + len(pair.response)
+            size = len(pair.prompt) + len(pair.tokens)
             if size > self.limit.tokens:
                 in_a_row += 1
-                if self._cfg.data.overlong_prompts == "error" or in_a_row == 1000:
-                    raise ConfigError(self.limit.exceeded(demonstration_name(item), size))
+                if in_a_row == 1000:
+                    raise ConfigError(
+                        f"{in_a_row} demonstrations in a row have more tokens than {self.limit}; "
+                        f"{self.limit.remedy}"
+                    )
                 self.position += 1
                 self.passed_over += 1
                 continue
@@ -122,22 +121,10 @@ class PackedDemonstrations:
             if row is None:
                 break
             room[row] -= size
-            pairs.append((pair.prompt, pair.response))
+            pairs.append((pair.prompt, pair.tokens))
             self.position += 1
         return pack_demonstrations(
             pairs, packing.row_length, packing.rows, packing.microbatches, self._cfg.loss_on
-        )
-
-
-def _require_calculator(cfg: SFTConfig) -> None:
-    """Refuses `data.strip_calculator=false` for rows that are not GSM8K's."""
-    key, task = "data.strip_calculator", rows.find_task(cfg.data)
-    if cfg.data.strip_calculator or key not in typed_in(cfg) or task is None:
-        return
-    if task.name != "gsm8k":
-        raise ConfigError(
-            f"{key}=false has no effect: such annotations are GSM8K's, and {cfg.data.named} is "
-            f"read as {task.name}; leave it out"
         )
 
 
@@ -191,7 +178,7 @@ class SFTTrainer:
         sizes = [sum(a.size for a in jax.tree.leaves(tree)) / 1e6 for tree in (params, head)]
         self.notes = [describe_data(self.stream.prompts, named)]
         self.notes += [f"WARNING: {text}" for text in self.stream.warnings]
-        if self.stream.limit.setting is None:
+        if self.stream.limit.tokens < cfg.packing.row_length:
             self.notes.append(f"demonstrations that exceed {self.stream.limit} tokens are left out")
         self.notes += [
             f"policy {sizes[0]:.2f} M parameters, vocabulary {model.vocab_size}, head "

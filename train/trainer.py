@@ -29,7 +29,6 @@ from specjax.decode.options import Features
 from specjax.engine.programs import OnProgram
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
-from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import sharding
@@ -72,7 +71,6 @@ from train.rollout.replicas import (
 )
 from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
-from train.rollout.vocabulary import DraftVocabulary
 from train.rollout_schema import SECTIONS
 from train.run.start import find_policy
 from train.schema import RLConfig
@@ -197,7 +195,6 @@ class Trainer:
             self.reference = jax.tree.map(jnp.copy, self.params)
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = join_engines(built.engines, self.copies, self.rollouts.rewards.judge)
-        self._build_vocabulary()
         self.exact, self._plain_engines = None, built.plain_engines if self.replica_meshes else []
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
@@ -209,29 +206,6 @@ class Trainer:
             self.eval_engine = join_engines(built.eval_engines, self.copies)
         self._build_spot(built.replica_drafts)
         self.sync_weights()
-
-    def _build_vocabulary(self) -> None:
-        """Makes the choice of ids to draft from, if not all are."""
-        runner, self.vocabulary = self._any_engine.runner, None
-        if runner.weights.ids is None:
-            return
-        size = self.model.vocab_size
-        always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
-        always = [token for token in dict.fromkeys(always) if token < size]
-        spec = self._any_engine.spec
-        follows = spec.token_map is None and spec.by_token
-        ids = own_ids(self.source, self._draft_params)
-        try:
-            first = draft_ids(self.model, spec, ids)
-        except ValueError as error:
-            raise ConfigError(named_in(SECTIONS, error)) from error
-        self.vocabulary = DraftVocabulary(size, first, always, follows, ids)
-        self._give_vocabulary()
-
-    def _give_vocabulary(self) -> None:
-        """Has all engines draft from the ids that were chosen, from the next weights on."""
-        if self.vocabulary is not None and self._any_engine.spec.by_token:
-            self.engine.set_draft_ids(self.vocabulary.ids)
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
         """Makes spot training of the head, if it is used."""
@@ -330,8 +304,6 @@ class Trainer:
         if engine.spec is None:
             engine.set_params(self.params)
             return
-        if self.vocabulary is not None and engine.spec.by_token:
-            engine.set_draft_ids(self.vocabulary.ids)
         engine.set_params(self.params, self._draft_params)
 
     # --- one step ----------------------------------------------------------------------------
@@ -371,11 +343,7 @@ class Trainer:
             if batches:  # else every group was dropped
                 metrics |= self._update_draft(batches, states)
             metrics["time/draft"] = time.perf_counter() - started
-        # 4. The ids to draft from, and both sets of weights, to the engines.
-        if self.vocabulary is not None:
-            samples = (r.token_ids for group in self.last_rollout for r in group.responses)
-            metrics |= self.vocabulary.end_step(samples)
-            self._give_vocabulary()
+        # 4. Both sets of weights, to the engines.
         started = time.perf_counter()
         self.sync_weights()
         jax.block_until_ready([engine.runner.weights.policy for engine in self.engines])
@@ -589,7 +557,6 @@ class Trainer:
             "rollouts": self.rollouts.state(),
             "controllers": controllers,
             "replay": None if self.spot is None else self.spot.buffer.state(),
-            "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "row_sizes": [*self.row_sizes],
             **describe(self.model, self.tokenizer_dir, self.about_head),
         }
@@ -619,9 +586,6 @@ class Trainer:
         if self.spot is not None:
             self.spot.buffer.load(meta["replay"], trees.get("replay", {}))
         self.rollouts.load_state(meta["rollouts"])
-        if self.vocabulary is not None and meta["draft_vocab"]:
-            self.vocabulary.load_state(meta["draft_vocab"])
-            self._give_vocabulary()
         self.engine.release()  # frees the initial weights
         self.sync_weights()
         states = meta["controllers"]

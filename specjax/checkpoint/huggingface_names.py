@@ -167,27 +167,16 @@ def tensors_of(leaves: Iterable[Leaf]) -> dict[str, Tensor]:
     """Returns the tensors that fill some parameters, by their names.
 
     Raises:
-      UnsupportedModelError: `Family.stored` is wrong: parts have other sizes than their arrays,
-        overlap, or leave a part of the tensor out.
+      UnsupportedModelError: `Family.stored` is wrong: parts overlap, or leave a part of the tensor
+        out.
     """
     tensors: dict[str, Tensor] = {}
     for leaf in leaves:
         for at, stored in leaf.pieces.items():
             shape = swap_last(leaf.shape[leaf.lead :], stored)
             if (part := stored.part) is not None:
-                if part.axis not in range(len(shape)) or part.length != shape[part.axis]:
-                    raise UnsupportedModelError(
-                        f"{label_of(leaf)}: expected a part of tensor {stored.name} that has the "
-                        f"shape {list(shape)}, got {part}; correct `Family.stored`"
-                    )
                 shape = (*shape[: part.axis], part.size, *shape[part.axis + 1 :])
-            tensor = tensors.setdefault(stored.name, Tensor(shape, []))
-            tensor.holds.append((leaf, at, stored))
-            if tensor.shape != shape:
-                raise UnsupportedModelError(
-                    f"{label_of(leaf)}: expected tensor {stored.name} to be {list(tensor.shape)}, "
-                    f"as for another array, got {list(shape)}; correct `Family.stored`"
-                )
+            tensors.setdefault(stored.name, Tensor(shape, [])).holds.append((leaf, at, stored))
     for name, tensor in tensors.items():
         _check_parts(name, tensor)
     return tensors
@@ -214,17 +203,12 @@ def label_of(leaf: Leaf) -> str:
 
 def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int, ...], Stored]:
     """Returns the pieces of a parameter of one layer or outside the layers, see `Leaf.pieces`."""
-    if place is None:
-        raise UnsupportedModelError(
-            f"{label}: expected a tensor in files, got none; name it in `Param.stored`, or in "
-            "`Family.stored` of its model family"
-        )
     if isinstance(place, Stored):
         return {(): place._replace(name=prefix + place.name)}
-    if len(place) != row.shape[0]:
+    if place is None or len(place) != row.shape[0]:
         raise UnsupportedModelError(
-            f"{label}: expected {row.shape[0]} tensors in files, one for each along the first axis "
-            f"of {list(row.shape)}, got {len(place)}; correct `Family.stored`"
+            f"{label} {list(row.shape)}: expected a tensor in files, or one for each along the "
+            f"first axis, got {place}; correct `Family.stored`"
         )
     return {(i,): stored._replace(name=prefix + stored.name) for i, stored in enumerate(place)}
 

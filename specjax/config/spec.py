@@ -60,13 +60,11 @@ class SpecConfig:
         is a directory, whatever its name.
       draft_kind: kind of a new head, `mtp` or `eagle3`; only with `draft="random"`.
       head_seed: seed of a new head.
-      draft_vocab: number of tokens that the head or model may propose; None: the whole vocabulary.
-        The draft then computes logits for these tokens alone, which is faster. They are the tokens
-        that the engine has emitted most; at first, and with `block` and `recursive` always, the
-        lowest token ids and the end tokens.
+      draft_vocab: number of the tokens in `token_map` that the head or model may propose, from the
+        first; None: all of these.
       token_map: JSON file that lists the tokens which the head or model may propose, the most
-        frequent first, in place of a choice by the engine. With `draft_vocab=C` the first C of
-        them.
+        frequent first; None: the whole vocabulary. The draft then computes logits for these tokens
+        alone, which is faster.
       ngram_max: length of the longest suffix that is looked up.
       ngram_min: length of the shortest suffix that is looked up.
       ngram_siblings: whether to look in the other samples of the same prompt as well.
@@ -92,7 +90,7 @@ class SpecConfig:
     draft: str = option(AUTO_DRAFT, needs="speculates")
     draft_kind: str = option("mtp", choices=DRAFT_KINDS, needs=("speculates", "draft=random"))
     head_seed: int = option(0, internal=True)
-    draft_vocab: int | None = option(None, least=1, needs=("speculates", "drafts_by_network"))
+    draft_vocab: int | None = option(None, least=1, needs=("speculates", "token_map"))
     token_map: str | None = option(None, needs=("speculates", "drafts_by_network"))
     ngram_max: int = option(4, needs=("speculates", "draft=auto|ngram"))
     ngram_min: int = option(1, needs=("speculates", "draft=auto|ngram"))
@@ -116,8 +114,8 @@ class SpecConfig:
             ("token_map", self.token_map and str(self.token_map)),
         ):
             object.__setattr__(self, name, value)
-        if self.draft_vocab is not None and self.draft_vocab < 1:
-            raise ValueError(f"draft_vocab: expected at least 1, got {self.draft_vocab}")
+        if self.draft_vocab is not None and (self.draft_vocab < 1 or self.token_map is None):
+            raise ValueError(f"draft_vocab: got {self.draft_vocab}; it is 1 or more of token_map")
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:

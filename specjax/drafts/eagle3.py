@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
@@ -34,10 +33,10 @@ from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import FINAL, Eagle3Config
 from specjax.drafts.file_head import FileHead, norm_row, within
-from specjax.drafts.head import HeadNetwork
+from specjax.drafts.head import HeadNetwork, drawn
 from specjax.drafts.head_config import HeadFiles, config_json
 from specjax.interfaces import Level, Param, Params, Stored, Where
-from specjax.models.layers import block, draw, rms_norm
+from specjax.models.layers import block, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
@@ -160,17 +159,9 @@ class Eagle3Source(FileHead):
 
     def init(self, seed: int) -> Params:
         """See `Draft.init`; the draft tokens are the first ones of the vocabulary."""
-        rngs, depth = nnx.Rngs(seed), self.cfg.network.num_layers
-        dtype = self.cfg.network.run.param_dtype
-
-        def walk(rows):
-            if isinstance(rows, Mapping):
-                return {name: walk(inner) for name, inner in rows.items()}
-            return draw(rows, rngs, dtype, depth=depth).get_value()
-
         rows = dataclasses.replace(self, writes=False).rows()
         tokens = rows.pop("ids", None)
-        params = walk(rows)
+        params = drawn(rows, self.cfg.network, seed)
         if tokens is not None:
             params["ids"] = jnp.arange(*tokens.shape, dtype=jnp.int32)
         return params

@@ -106,11 +106,6 @@ class FileHead(HeadSource):
                 f"a head that uses the target's {' and '.join(names)} must have the target's width "
                 f"{cfg.target_width}, got {width}; give it its own, or use a head for this target"
             )
-        if not cfg.own_ids and cfg.network.vocab_size != cfg.target_vocab:
-            raise ValueError(
-                f"a head with {cfg.network.vocab_size} draft tokens of {cfg.target_vocab} must "
-                "list them: set own_ids"
-            )
 
     # --- files -----------------------------------------------------------------------------------
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
@@ -39,6 +40,7 @@ from specjax.interfaces import (
     Where,
 )
 from specjax.memory import after_of, bytes_of, commit_rows
+from specjax.models.layers import draw
 from specjax.models.transformer import angles_of, embed_tokens, lm_logits
 from specjax.parallel.context import Context
 
@@ -228,6 +230,18 @@ class HeadNetwork:
             earlier.append(rows)
             outputs.append(normed)
         return outputs
+
+
+def drawn(rows: Mapping[Any, Any], network: ModelConfig, seed: int) -> Params:
+    """Draws parameters of a head with layers of a config, in the order of a tree of rows."""
+    rngs, dtype = nnx.Rngs(seed), network.run.param_dtype
+
+    def walk(row):
+        if isinstance(row, Mapping):
+            return {name: walk(inner) for name, inner in row.items()}
+        return draw(row, rngs, dtype, depth=network.num_layers).get_value()
+
+    return walk(rows)
 
 
 def _mix_again(where: Where, earlier: Sequence[list[Scratch]], number: int, mixer, w, x):

@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
-from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource
+from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource, drawn
 from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, cost
-from specjax.models.layers import block, draw, rms_norm
+from specjax.models.layers import block, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
 from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
@@ -67,6 +67,12 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
 
 
+def head_rows(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the rows of all modules, as checkpoints hold them."""
+    rows = {**module_rows(cfg), "layer": layer_rows(head_layer(cfg), cfg.hidden_size)}
+    return {"blocks": dict.fromkeys(range(cfg.mtp_num_layers), rows)}
+
+
 def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
     """Returns the logical axes of the arrays of a model and its head, by their names."""
     if not cfg.mtp_num_layers:
@@ -75,17 +81,12 @@ def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
     return merge_axes([param_axes(cfg), axes_of(module_rows(cfg)), axes_of(layer)])
 
 
-def _fuses(cfg: ModelConfig) -> bool:
-    """Returns whether a head's layers are fused: for a number format, and unless they are split."""
-    return cfg.run.fused and cfg.run.products != PLAIN
-
-
 @dataclasses.dataclass(frozen=True)
 class MTPHead(HeadNetwork):
     """The network: `mtp_num_layers` modules, see `HeadNetwork`; `cfg` is the policy's config.
 
     A module norms both inputs, projects them to D, runs a decoder layer, and has a final norm. The
-    layers are fused where `_fuses` says so, see `to_format`.
+    layers may be fused, see `to_format`.
     """
 
     cfg: ModelConfig
@@ -137,20 +138,7 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
     if cfg.mtp_num_layers < 1:
         raise ValueError(f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}")
-    rngs, layer = nnx.Rngs(seed), layer_rows(head_layer(cfg), cfg.hidden_size)
-
-    def drawn(rows: Mapping[str, Param], depth: int = 1) -> Params:
-        return {
-            name: draw(row, rngs, cfg.run.param_dtype, depth=depth).get_value()
-            for name, row in rows.items()
-        }
-
-    return {
-        "blocks": {
-            index: {**drawn(module_rows(cfg)), "layer": drawn(layer, cfg.num_layers)}
-            for index in range(cfg.mtp_num_layers)
-        }
-    }
+    return drawn(head_rows(cfg), cfg, seed)
 
 
 def last_layer(cfg: ModelConfig, policy: Params) -> Params:
@@ -198,9 +186,9 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Fuses layers of a head, unless they are split; converts matrices to `cfg.run.products`."""
+    """Converts matrices to `cfg.run.products`; fuses layers for it, unless a mesh splits them."""
     rows, blocks = layer_rows(head_layer(cfg), cfg.hidden_size), params["blocks"]
-    if _fuses(cfg):
+    if cfg.run.fused and cfg.run.products != PLAIN:
         blocks = {
             index: {**module, "layer": fuse(module["layer"], rows)}
             for index, module in blocks.items()

@@ -115,19 +115,6 @@ class BaseEngine:
             Prompts of waiting sequences are read again either way.
         """
 
-    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        """Changes the token ids that are drafted from; compiles nothing, and changes no token.
-
-        Args:
-          ids: as many different ids as there are now, on all replicas and hosts the same. The
-            engine then no longer chooses any itself. None: those that were emitted most so far.
-
-        Raises:
-          ValueError: the whole vocabulary is drafted from, the acceptance mode needs fixed ids, or
-            `ids` are too many, too few, or no token ids; or there are none, and those in use were
-            given, and are not chosen by what is emitted.
-        """
-
     def release(self, weights: bool = True) -> None:
         """Frees the device memory of weights and caches until the next `set_params`.
 

@@ -50,10 +50,6 @@ class Difference:
       position: absolute position of the differing token.
       plain_token: token of plain decoding; -1: it had already ended.
       spec_token: token of speculative decoding; -1: it had already ended.
-      plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding;
-        infinite where one of the two cannot be sampled.
-      spec_gap: perturbed score of the other token minus that of the plain one, by the tree-row
-        program, likewise.
       logit_difference: largest difference of a logit between the programs at this position.
       explained: whether floating point explains the difference: the logits differ by no more than
         rounding, and in both programs either token would be sampled after some change of the logits
@@ -65,8 +61,6 @@ class Difference:
     position: int
     plain_token: int
     spec_token: int
-    plain_gap: float
-    spec_gap: float
     logit_difference: float
     explained: bool
 
@@ -74,8 +68,8 @@ class Difference:
         verdict = "explained by floating point" if self.explained else "NOT explained: a bug"
         return (
             f"request {self.request} sample {self.sample} position {self.position}: plain "
-            f"{self.plain_token}, speculative {self.spec_token}; gaps {self.plain_gap:.3g} and "
-            f"{self.spec_gap:.3g}, logit difference {self.logit_difference:.3g}; {verdict}"
+            f"{self.plain_token}, speculative {self.spec_token}; logit difference "
+            f"{self.logit_difference:.3g}; {verdict}"
         )
 
 
@@ -128,21 +122,15 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
 
     # Each token gains, or the other one loses, against all others.
     moves = (a, slack), (b, -slack), (b, slack), (a, -slack)
-    rows = [*logits[1:], *(moved(row, *move) for row in logits[1:] for move in moves)]
+    rows = [moved(row, *move) for row in logits[1:] for move in moves]
     perturbed = _perturbed(runner, job, context, np.stack(rows))
-    sampled = perturbed[2:].argmax(-1).reshape(2, 2, 2)  # by program, token and way
+    sampled = perturbed.argmax(-1).reshape(2, 2, 2)  # by program, token and way
     either = (sampled == np.array([[a], [b]])).any(-1).all()
 
-    def gap(row: np.ndarray, winner: int, loser: int) -> float:
-        # Rounding neither ends a sample early nor moves a mask.
-        if winner < 0 or loser < 0 or not np.isfinite(row[[winner, loser]]).all():
-            return float("inf")
-        return float(row[winner] - row[loser])
-
+    # Rounding neither ends a sample early nor moves a mask.
     is_rounding = spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
     explained = is_rounding and not runner.plan.invariant and a >= 0 and b >= 0 and bool(either)
-    gaps = gap(perturbed[0], a, b), gap(perturbed[1], b, a)
-    return Difference(job.request, job.sample, position, a, b, *gaps, spread, explained)
+    return Difference(job.request, job.sample, position, a, b, spread, explained)
 
 
 def _perturbed(runner, job: Job, context: np.ndarray, logits: np.ndarray) -> np.ndarray:

@@ -42,7 +42,6 @@ from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
 from specjax.engine.sequence import Finished, Sample, Unfinished, listed
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
-from specjax.engine.vocabulary import DraftedIds
 from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
@@ -83,7 +82,6 @@ class Engine(BaseEngine):
         quickly; None: there is none. `chunk(strategy, bucket, rounds)` is called after a result was
         read, `news(sample, news)` for each sample that got tokens.
       lengths: lengths of earlier samples, by prompt.
-      drafted: the ids that are drafted from; None: all.
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
       replica: index of this engine among the replicas.
@@ -126,10 +124,6 @@ class Engine(BaseEngine):
         self.telemetry = Collector() if spec and spec.telemetry else None
         self.watcher: Any = None
         self.lengths = LengthHistory()
-        source = runner.longest.source
-        self.drafted: DraftedIds | None = None
-        if runner.weights.ids is not None:
-            self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
         self.preemptions = 0
         self._to_feed: list[FinishedSample] = []
@@ -245,8 +239,6 @@ class Engine(BaseEngine):
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
         self.scheduler.forget_prompts()
-        if head is not None and self.drafted is not None:
-            self.drafted.take_head(head)
         self.runner.weights.set(params, head)
         self.version += 1
         self._weights_changed()
@@ -267,8 +259,6 @@ class Engine(BaseEngine):
         if not self._draft_is_finite:
             self._preempt_all()
             self.scheduler.forget_prompts()
-        if self.drafted is not None:
-            self.drafted.take_head(head)
         self.runner.weights.set_head(head)
         self._weights_changed()
 
@@ -292,13 +282,6 @@ class Engine(BaseEngine):
         """
         for sample in reversed(list(self.scheduler.running.values())[first:]):
             self.preempt(sample, keep)
-
-    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        if self.drafted is None:
-            raise ValueError(
-                "tokens are drafted of the whole vocabulary; give SpecConfig(draft_vocab=N)"
-            )
-        self.drafted.set(ids)
 
     def release(self, weights: bool = True) -> None:
         self.require_ended()
@@ -377,8 +360,6 @@ class Engine(BaseEngine):
             self._check_graphs()
         if runner.state is None:
             runner.reset()
-        if self.drafted is not None:
-            self.drafted.update()
         if self._to_feed:
             runner.weights.feed(self._to_feed)
             self._to_feed = []
@@ -683,8 +664,6 @@ class Engine(BaseEngine):
         self._ended[sample.slot] = None
         self.scheduler.finish(sample)
         del self.unfinished[sample]
-        if self.drafted is not None and self.drafted.counts is not None:
-            self.drafted.counts.add(output.token_ids)
         if self.runner.drafts_from("history"):
             self._to_feed.append(FinishedSample(sample.job.prompt, output.token_ids))
         if self.config.order == "longest_first":

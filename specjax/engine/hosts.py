@@ -161,12 +161,6 @@ class Hosts(BaseEngine):
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
 
-    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
-        if ids is None:
-            raise ValueError("each process has counted its own samples; give ids")
-        self.own.set_draft_ids(ids)
-
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
 

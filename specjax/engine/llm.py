@@ -128,6 +128,7 @@ class LLM:
       head: the parameters of what drafts, or of the head that is not used; None: there are none.
       generation: the default sampling parameters, see `generation_config`.
       notes: lines that say what was chosen for the caller.
+      telemetry: the collector of rejected drafts; None unless `SpecConfig.telemetry` is on.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
         every sample of the last call that differs; None if nothing was compared.
@@ -181,11 +182,6 @@ class LLM:
         if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
             spec, control = spec and dataclasses.replace(spec, strategy=Strategy.OFF), None
         self.spec = None if spec is None or spec.is_off else spec
-        if self.spec is not None and self.spec.exact_mode:
-            self.notes.append(
-                f"exact mode: acceptance {self.spec.acceptance}, whose tokens are those of plain "
-                "decoding; every sample is decoded again without speculation, and compared"
-            )
         if scan_layers is not None:
             cfg = cfg.running(scan_layers=scan_layers)
         cfg, source = laid_out(cfg, meshes[0]), None
@@ -209,6 +205,7 @@ class LLM:
         self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
+        self.telemetry: Collector | None = self.engine.telemetry
         for line in engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, self.head if self.spec else None)
@@ -254,11 +251,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of prompts that come without any, see `generation_config`."""
         return SamplingParams(**sampling_defaults(self.generation))
-
-    @property
-    def telemetry(self) -> Collector | None:
-        """The collector of rejected drafts; None unless `SpecConfig.telemetry` is on."""
-        return self.engine.telemetry
 
     def warm_up(
         self,
@@ -325,40 +317,22 @@ class LLM:
             require_same_draft(head.source, self.source)
         return head.params
 
-    def update_draft_vocab(self, token_ids: Sequence[int] | None = None) -> None:
-        """Changes the tokens that the draft proposes (`draft_vocab`), between two chunks.
-
-        It compiles nothing, and changes no token of a sample. Without a call, an engine without
-        `token_map` chooses them anew by itself, each time it has emitted twice as many tokens.
-
-        Args:
-          token_ids: as many different token ids as `draft_vocab`, which stay; None: those that were
-            emitted most so far.
-
-        Raises:
-          ValueError: see `BaseEngine.set_draft_ids`.
-        """
-        self.engine.set_draft_ids(token_ids)
-
     def generate(
         self,
         prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
-        *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generates `params.n` samples for each prompt.
+        """Generates `sampling_params.n` samples for each prompt.
 
         Args:
           prompts: strings (see `specjax.tokenizer.prompt_ids`), lists of token ids, or vLLM's
             {"prompt": text} and {"prompt_token_ids": ids}; a single prompt need not be in a list.
-          params: sampling parameters for all prompts, or a list with one for each; None:
+          sampling_params: sampling parameters for all prompts, or a list with one for each; None:
             `get_default_sampling_params()`. Without a seed, one is drawn for the call.
           progress: whether to show a bar with tok/s and accept length. If drafting was slower
             than plain decoding would have been, the log says so: with a bar as a warning, else as
             information.
-          sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
           one `RequestOutput` per prompt, in order, with the seed of its samples. A sample whose
@@ -371,8 +345,7 @@ class LLM:
             string, a temperature that the acceptance mode does not take, or the number of params is
             neither one nor that of the prompts. Nothing has run then.
         """
-        params = _one_of(params, sampling_params)
-        ids, jobs = self._jobs(*self._normalise(prompts, params))
+        ids, jobs = self._jobs(prompts, sampling_params)
         samples, self.totals = self._run(jobs, progress)
         for job, sample in zip(jobs, samples, strict=True):
             if sample.error is not None:
@@ -395,7 +368,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt | PromptDict | Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> Iterator[Piece]:
         """Generates the samples of one prompt, and yields them in pieces while they grow.
 
@@ -404,7 +377,7 @@ class LLM:
 
         Args:
           prompt: a prompt as in `generate`, or a conversation as in `chat`.
-          params: as in `generate`.
+          sampling_params: as in `generate`.
 
         Raises:
           ValueError: as in `generate` and `chat`; or the call asks for `prompt_logprobs` or
@@ -415,7 +388,7 @@ class LLM:
         given = prompt if isinstance(prompt, (str, Mapping)) else list(prompt)
         if isinstance(given, list) and given and isinstance(given[0], Mapping):
             [given] = self._chat_prompts(given)
-        _, jobs = self._jobs(*self._normalise([given], params))
+        _, jobs = self._jobs([given], sampling_params)
         if jobs[0].params.prompt_logprobs is not None:
             raise ValueError("stream has no prompt_logprobs; leave it out, or use generate")
         return self._streamed(jobs)
@@ -471,34 +444,30 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of several.
 
         Args:
           messages: one conversation, a list of {"role": .., "content": ..}, or a list of several.
             The tokenizer's chat template makes a prompt of each.
-          params: as in `generate`.
+          sampling_params: as in `generate`.
           progress: as in `generate`.
           chat_template_kwargs: further variables of the template, such as `enable_thinking`.
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
           continue_final_message: whether the prompt ends within the last message, which is then
             continued; not with `add_generation_prompt`.
           tools: JSON schemas of functions that the template describes; none is called.
-          sampling_params: as in `generate`.
 
         Raises:
           ValueError: there is no tokenizer, it has no chat template, the template refuses the
             messages, or as in `generate`.
         """
-        params = _one_of(params, sampling_params)
         prompts = self._chat_prompts(
             messages,
             chat_template_kwargs,
@@ -506,7 +475,7 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self.generate(prompts, params, progress)
+        return self.generate(prompts, sampling_params, progress)
 
     def _chat_prompts(self, messages, *args, **named) -> list[list[int]]:
         """The prompts of conversations, as token ids; further arguments are those of `chat_ids`."""
@@ -539,7 +508,7 @@ class LLM:
         Raises:
           InvalidLogitsError: a sample has the finish reason `error`: there is nothing to compare.
         """
-        _, jobs = self._jobs(*self._normalise(prompts, params))
+        _, jobs = self._jobs(prompts, params)
         samples, self.totals = self._run(jobs, progress)
         require_valid(samples, lambda index: f"prompt {jobs[index].request}")
         return self.compare_samples(jobs, samples, progress)
@@ -568,18 +537,13 @@ class LLM:
 
     # --- input and output ------------------------------------------------------------------------
 
-    def _normalise(self, prompts, params) -> tuple[list[Prompt], list[SamplingParams]]:
-        prompts = as_prompts(prompts)
-        if params is None:
-            params = self.get_default_sampling_params()
-        return prompts, as_params(params, len(prompts))
-
-    def _jobs(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> tuple[list[list[int]], list[Job]]:
+    def _jobs(self, prompts: Any, params: Any) -> tuple[list[list[int]], list[Job]]:
         """Checks prompts and params; returns the prompts as token ids, and one job per sample."""
+        prompts = as_prompts(prompts)
+        params = self.get_default_sampling_params() if params is None else params
         ids, jobs, seeds = [], [], CallSeeds(self._draw_seed)
-        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+        pairs = zip(prompts, as_params(params, len(prompts)), strict=True)
+        for index, (prompt, sampling) in enumerate(pairs):
             where = f"prompt {index}"
             if isinstance(prompt, str):
                 if self.tokenizer is None:
@@ -634,13 +598,6 @@ class LLM:
         if (line := engine.slower_than_plain()) is not None:
             log.log(logging.WARNING if progress else logging.INFO, "%s", line)
         return result
-
-
-def _one_of(params, sampling_params):
-    """The argument that was given under one of the two names of `params`."""
-    if params is not None and sampling_params is not None:
-        raise ValueError("params and sampling_params are two names of one argument; give one")
-    return sampling_params if params is None else params
 
 
 # --- what a call is given -------------------------------------------------------------------------

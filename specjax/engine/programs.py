@@ -80,18 +80,13 @@ def make_plans(
       strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is not exact in `spec`'s acceptance mode, or the draft refuses it; or
-        the width is to be adaptive, and no strategy is a dynamic tree.
+      ValueError: a strategy is not exact in `spec`'s acceptance mode, or the draft refuses it.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
     source = source or source_of(cfg, spec)
     if strategies is None:
         strategies = (spec.resolve(),)
-    if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
-        raise ValueError(
-            f"adaptive_width needs a dynamic tree as 6_4_16, got {', '.join(map(str, strategies))}"
-        )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 
 
@@ -385,7 +380,8 @@ class Executables:
         lowered = lower()
         options = self.graphs.plain if self._pool is None else self.graphs.options(key)
         if options is ONE_GRAPH:
-            self.verdicts[key] = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
+            device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
+            self.verdicts[key] = Verdict(device, "graph", lowered.as_text())
         return lowered.compile(dict(options) or None)
 
     def drop_graphs(self) -> None:
@@ -428,10 +424,6 @@ class Executables:
         start = ("chunk", program, bucket)
         compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
-
-
-def _first_device(mesh: jax.sharding.Mesh | None) -> jax.Device:
-    return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:

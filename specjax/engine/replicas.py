@@ -46,8 +46,6 @@ class Replicas(BaseEngine):
         for replica, engine in enumerate(self.engines):
             engine.replica, engine.replicas = replica, len(self.engines)
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
-            if engine.drafted is not None:
-                engine.drafted.counts = first.drafted.counts
             engine.runner.executables.graphs = first.runner.executables.graphs
         self._slots = sum(engine.batch for engine in self.engines)
         # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
@@ -102,15 +100,6 @@ class Replicas(BaseEngine):
         head = self._spread_out("draft", head)
         for engine in self.engines:
             engine.set_head(head)
-
-    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        first, *others = self.engines
-        first.set_draft_ids(ids)
-        for engine in others:
-            if ids is None:
-                engine.drafted.update()  # the first one has chosen for all
-            else:
-                engine.set_draft_ids(ids)
 
     def _spread_out(
         self, name: str, sent: Params, tied: bool = False, convert: Callable | None = None

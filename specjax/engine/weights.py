@@ -96,13 +96,13 @@ class Weights:
                 raise ValueError("speculation needs a draft head, got none; use spec=None")
             self._place_head(head)
         self.policy = arrived
-        self.set_ids(self.ids)
+        self._take_columns()
         self._send_store()
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set`."""
         self._place_head(head)
-        self.set_ids(self.ids)
+        self._take_columns()
 
     def _place_head(self, head: Params) -> None:
         if head is self.head:  # it is placed already
@@ -112,11 +112,9 @@ class Weights:
         self._check("draft", head, placed, False)
         self.head = placed
 
-    def set_ids(self, ids: np.ndarray | None) -> None:
-        """Takes the ids to draft from, ascending; compiles nothing if their number is the same."""
-        self.ids = ids
-        if ids is not None and self.head is not None and self.policy is not None:
-            self.vocabulary = self._columns(self.head, self.policy, ids)
+    def _take_columns(self) -> None:
+        if self.ids is not None and self.head is not None and self.policy is not None:
+            self.vocabulary = self._columns(self.head, self.policy, self.ids)
 
     def feed(self, samples: Sequence[FinishedSample]) -> None:
         """Passes ended samples to the draft source, see `Draft.feed`; compiles nothing."""

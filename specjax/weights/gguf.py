@@ -135,18 +135,8 @@ class Tensor:
                 f"{file.file}: tensor {name} is of a type that the package gguf does not "
                 f"dequantise ({error}); expected one that it does, such as F16, Q8_0 or Q4_K"
             ) from error
-        if self.shape[-1] % self._block:
-            raise file.damaged(
-                f"tensor {name} has rows of {self.shape[-1]}, no multiple of the "
-                f"{self._block} of a block of {self._kind.name}"
-            )
         self._data()  # raises if the file is cut off
         self.dtype = {"F16": "float16", "BF16": "bfloat16"}.get(self._kind.name, "float32")
-        if heads is not None and self.shape[0] % (2 * heads):
-            raise CheckpointError(
-                f"{file.file}: tensor {name} has {self.shape[0]} rows; expected a multiple of "
-                f"2 for each of {heads} heads"
-            )
 
     def __getitem__(self, index: Any) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
@@ -316,15 +306,7 @@ class GGUF:
 
     def _head_dim(self, width: int, heads: int) -> int:
         keys = self._within
-        size = keys.integer("attention.key_length", None)
-        if size is None:
-            if width % heads:
-                raise keys.error(
-                    "embedding_length",
-                    f"a multiple of attention.head_count, which is {heads}, or "
-                    "attention.key_length",
-                )
-            size = width // heads
+        size = keys.integer("attention.key_length", None) or width // heads
         values = keys.integer("attention.value_length", size)
         if values != size:
             raise UnsupportedModelError(

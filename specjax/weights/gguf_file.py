@@ -27,7 +27,6 @@ _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-_MOST_DIMENSIONS = 4
 
 
 class Stored(NamedTuple):
@@ -75,25 +74,12 @@ class GGUFFile:
                 f"{self._bytes[:4]!r}; fetch it again, or name a checkpoint directory"
             )
         self._at = 4
-        version = self._number("I")
-        if version not in _VERSIONS:
-            big = version.to_bytes(4, "little") in (v.to_bytes(4, "big") for v in _VERSIONS)
-            found = "its numbers are big-endian" if big else f"it is of version {version}"
-            raise UnsupportedModelError(
-                f"{file}: {found}; expected a little-endian GGUF file of version 2 or 3"
-            )
-        tensors, keys = self._count(), self._count()
-        self.metadata: dict[str, Any] = {}
-        for _ in range(keys):
-            self._add(self.metadata, "key", self._text(), lambda: self._value(self._number("I")))
-        self.tensors: dict[str, Stored] = {}
-        for _ in range(tensors):
-            self._add(self.tensors, "tensor", self._text(), self._stored)
-        start = self._padded()
-        self.tensors = {
-            name: tensor._replace(offset=start + tensor.offset)
-            for name, tensor in self.tensors.items()
-        }
+        try:
+            self._read_header()
+        except UnsupportedModelError:
+            raise
+        except (struct.error, ValueError, KeyError) as error:
+            raise self.damaged(f"its header at byte {self._at}: {error}") from error
 
     def damaged(self, why: str) -> CheckpointError:
         """Returns the error for a file that violates the format."""
@@ -116,15 +102,33 @@ class GGUFFile:
 
     # --- reading the header ------------------------------------------------------------------
 
-    def _take(self, count: int) -> bytes:
-        taken = self._bytes[self._at : self._at + count]
-        if len(taken) != count:
-            raise self.damaged(
-                f"{count} bytes were expected at byte {self._at}, and the file has "
-                f"{len(self._bytes)}"
+    def _read_header(self) -> None:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise UnsupportedModelError(
+                f"{self.file}: expected a little-endian GGUF file of version 2 or 3, got {version}"
             )
+        tensors, keys = self._count(), self._count()
+        self.metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            name = self._text()
+            self.metadata[name] = self._value(self._number("I"))
+        self.tensors: dict[str, Stored] = {}
+        for _ in range(tensors):
+            name, dimensions = self._text(), self._number("I")
+            shape = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))[::-1]
+            self.tensors[name] = Stored(shape, self._number("I"), self._number("Q"))
+        if len(self.metadata) < keys or len(self.tensors) < tensors:
+            raise ValueError("a name occurs twice")
+        start = self._at + -self._at % int(self.metadata.get(_ALIGNMENT, 32))
+        self.tensors = {
+            name: tensor._replace(offset=start + tensor.offset)
+            for name, tensor in self.tensors.items()
+        }
+
+    def _take(self, count: int) -> bytes:
         self._at += count
-        return taken
+        return self._bytes[self._at - count : self._at]
 
     def _number(self, code: str) -> Any:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
@@ -133,50 +137,24 @@ class GGUFFile:
         """Reads the number of items that follow; each has at least one byte."""
         count = self._number("Q")
         if count > len(self._bytes) - self._at:
-            raise self.damaged(f"it claims {count} items behind byte {self._at}")
+            raise ValueError(f"it claims {count} items")
         return count
 
     def _text(self) -> str:
-        try:
-            return self._take(self._count()).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.damaged(f"a string before byte {self._at} is not UTF-8") from error
+        return self._take(self._count()).decode("utf-8")
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
             inner, length = self._number("I"), self._count()
-            if inner == _ARRAY:
-                raise self.damaged(f"a list of lists before byte {self._at}")
-            if inner not in _NUMBERS:
-                return [self._value(inner) for _ in range(length)]
+            if inner == _STRING:
+                return [self._text() for _ in range(length)]
             code = f"{length}{_NUMBERS[inner]}"
             values = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
             return [_shortest(v) for v in values] if inner == _FLOAT32 else list(values)
-        if kind not in _NUMBERS:
-            raise self.damaged(f"unknown type {kind} of a value before byte {self._at}")
         value = self._number(_NUMBERS[kind])
         return _shortest(value) if kind == _FLOAT32 else value
-
-    def _stored(self) -> Stored:
-        dimensions = self._number("I")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise self.damaged(f"a tensor of {dimensions} dimensions before byte {self._at}")
-        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-        return Stored(shape, self._number("I"), self._number("Q"))
-
-    def _add(self, into: dict, what: str, name: str, read) -> None:
-        if name in into:
-            raise self.damaged(f"{what} {name!r} occurs twice")
-        into[name] = read()
-
-    def _padded(self) -> int:
-        """Returns the byte from which the offsets of tensors are counted."""
-        alignment = self.metadata.get(_ALIGNMENT, 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self.damaged(f"{_ALIGNMENT} is {alignment!r}, expected a power of two")
-        return self._at + -self._at % alignment
 
 
 def _shortest(value: float) -> float:

@@ -25,6 +25,7 @@ from shared import CFG, weights
 from tiers import slow_but
 from tiny import apt, tiny_model
 
+from bench.programs import token_map
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig
@@ -315,7 +316,7 @@ def dividing(drafting):
         source = SOURCES[name]
         spec = {"draft": drafting(name, JOINT)}
         if acceptance == "recursive":
-            spec["draft_vocab"] = 4
+            spec["token_map"] = token_map(4)
         if source.is_ngram:
             spec["batch"] = 512  # every slot is compared with every other
         return joint.spec_llm(source.model(JOINT), acceptance, STRATEGIES[acceptance], **spec)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
+from bench.programs import token_map
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.decode import round as decode_round
@@ -119,7 +120,7 @@ def setup_of(seed: int, draft_model=None) -> Setup:
     numbers = int(rng.integers(1, 17)), int(rng.integers(1, 4)), kind, bool(rng.random() < 0.2)
     size = int(rng.integers(20, VOCAB + 20))
     if source != "ngram" and size < VOCAB:
-        spec = dataclasses.replace(spec, draft_vocab=size)
+        spec = dataclasses.replace(spec, token_map=token_map(size))
     return Setup(spec, *numbers)
 
 
@@ -167,7 +168,7 @@ def test_the_fast_seeds_have_every_source_and_every_kind_of_shape():
     shapes = [spec.resolve() for spec in specs]
     assert {s.is_chain + 2 * s.is_dynamic for s in shapes} == {0, 1, 2}
     assert any(spec.adaptive_width for spec in specs)
-    assert {spec.draft for spec in specs if spec.draft_vocab} == {"checkpoint", "None"}
+    assert {spec.draft for spec in specs if spec.token_map} == {"checkpoint", "None"}
 
 
 @pytest.mark.parametrize(

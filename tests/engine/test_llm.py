@@ -149,8 +149,6 @@ def test_prompts_are_taken_in_vllms_forms_and_params_by_vllms_name(plain_llm):
     assert all(len(out) == 1 and out[0].prompt_token_ids == [5, 9] for out in outs)
     assert len({tuple(out[0].samples[0].token_ids) for out in outs}) == 1
     assert plain_llm.compare_with_plain({"prompt_token_ids": [5, 9]}, params) == []
-    with pytest.raises(ValueError, match="two names of one argument"):
-        plain_llm.generate([5], params, sampling_params=params)
 
 
 # --- where a sample ends --------------------------------------------------------------------------

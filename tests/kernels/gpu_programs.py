@@ -29,7 +29,16 @@ from bench.compiled import (
     lowered_update,
     update_figures,
 )
-from bench.programs import CARDS, Ahead, alone, change_dense, lowered_chunk, mesh_over, runner_of
+from bench.programs import (
+    CARDS,
+    Ahead,
+    alone,
+    change_dense,
+    lowered_chunk,
+    mesh_over,
+    runner_of,
+    token_map,
+)
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
@@ -107,11 +116,11 @@ class Named:
 def engine_of(device, wanted: Wanted) -> Runner:
     """An engine's device side that holds shapes on a device."""
     cfg = wanted.model.replace(max_position=ROOM).running(scan_layers=False)
-    strategies = (Strategy.OFF, Strategy.parse(CHAIN))
+    strategies, count = (Strategy.OFF, Strategy.parse(CHAIN)), wanted.draft_vocab
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
             cfg,
-            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab),
+            SpecConfig(CHAIN, token_map=count and token_map(count)),
             SLOTS,
             ROOM,
             strategies=strategies,

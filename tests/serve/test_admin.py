@@ -14,7 +14,6 @@ from serving import BATCH, KEY, Server, config, served
 
 from bench.programs import change_dense
 from serve.admin import weights_info
-from serve.settings import load_llm
 from specjax import LLM, EngineConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
@@ -252,29 +251,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, other
     assert weights_info(server.llm) == before
 
 
-@pytest.mark.slow
-def test_the_tokens_that_are_drafted_from_change_while_requests_run(thin_policy):
-    few = {"max_batch": 1, "warm_up": "none"}  # the fewest programs to compile
-    cfg = config(thin_policy, engine=few, speculation={"strategy": "1_1_2", "draft_vocab": 16})
-    with served(cfg, load_llm(cfg)) as running:
-        before, runner = ask(running).token_ids, running.llm.engine.runner
-        built = runner.compilations
-        answer = running.post("/update_draft_vocab", json={})
-        assert answer.json() == {"status": "ok", "tokens": 16}
-        most = set(np.bincount(before).argsort()[-4:].tolist())
-        assert most < set(runner.weights.ids.tolist()), "what was emitted most"
-        answer = running.post("/update_draft_vocab", json={"token_ids": [*range(40, 56)]})
-        assert answer.status_code == 200 and runner.weights.ids.tolist() == [*range(40, 56)]
-        assert ask(running).token_ids == before and runner.compilations == built
-        for body in ({"token_ids": [1, 2]}, {"token_ids": [5000] * 16}, {"token_ids": None}):
-            answer = running.post("/update_draft_vocab", json=body)
-            assert answer.status_code == 400, answer.text
-            assert answer.json()["error"]["param"] == "token_ids"
-        assert runner.weights.ids.tolist() == [*range(40, 56)]
-
-
 def test_only_the_admin_key_may_change_anything(server: Server):
-    for path in ("/update_weights", "/update_draft_vocab", "/sleep", "/wake"):
+    for path in ("/update_weights", "/sleep", "/wake"):
         assert server.post(path, key=KEY, json={"path": "x"}).status_code == 401
         assert httpx.post(server.url + path).status_code == 401
 

@@ -57,7 +57,7 @@ def test_without_a_key_anyone_may_ask_and_no_one_may_change_anything(server: Ser
     for path in ("/v1/models", "/server_info", "/metrics"):
         assert httpx.get(server.url + path).status_code == 200
     assert "data-key=no" in httpx.get(server.url).text
-    for path in ("/update_weights", "/update_draft_vocab", "/sleep", "/wake"):
+    for path in ("/update_weights", "/sleep", "/wake"):
         error = refusal(httpx.post(server.url + path, json={"path": "x"}), 403)
         assert "started without one" in error["message"]
 

@@ -4,12 +4,15 @@ import time
 
 import pytest
 
+from train.data.tasks.layout import Problem
 from train.registry import REWARDS
 from train.rewards import builtin
 from train.rewards.answers.equivalence import same_answer
 from train.rewards.answers.extract import final_answer, last_line_answer
 from train.rewards.answers.quantity import read_quantity, without_thousands
 from train.rewards.builtin import EXACT, MATH_VERIFY, NUMBER, get_reward
+from train.rewards.scoring import Scorer, unwinnable
+from train.schema import RewardsSection
 
 
 @pytest.mark.parametrize(
@@ -156,14 +159,16 @@ def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
     assert MATH_VERIFY(text, "3") == 0.0
 
 
-def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
-    MATH_VERIFY("#### 2x/4", "x/2")
-    monkeypatch.setattr(builtin, "SECONDS", 0.5)
-    start = time.monotonic()
-    assert MATH_VERIFY("#### 9**9**9**9", "3") == 0.0
-    assert time.monotonic() - start < 60, "it would take hours"
-    monkeypatch.undo()
-    assert MATH_VERIFY("#### 2x/4", "x/2") == 1.0
+def test_math_verify_gives_up_in_time_and_works_afterwards():
+    options = RewardsSection(workers=1, timeout=2.0)
+    scorer, start = Scorer("math_verify", options=options), time.monotonic()
+    try:
+        late = scorer("#### 9^{9^{9^9}}", Problem("p", "3", 0))
+        assert late.failed and time.monotonic() - start < 60, "it would take hours"
+        assert unwinnable(scorer, Problem("p", "9^{9^{9^9}}", 0)) is None, "it is not known"
+        assert scorer("#### 2x/4", Problem("p", "x/2", 0)).value == 1.0
+    finally:
+        scorer.close()
 
 
 def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):

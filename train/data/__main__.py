@@ -32,7 +32,7 @@ from train.data.rows import default_reward, problems
 from train.rewards.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.rollout_schema import RolloutSection
 from train.run.start import USER_ERRORS
-from train.schema import GENERATED, DataConfig
+from train.schema import GENERATED, DataConfig, RewardsSection
 
 QUANTILES = {0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1: "longest"}
 
@@ -50,7 +50,8 @@ def report(cfg: ReportConfig, tokenizer, target: ModelConfig | None = None) -> I
       FileNotFoundError: as in a run with these settings.
     """
     prompts = Prompts(tokenizer, cfg, model=target)
-    scorer = Scorer(default_reward(cfg) if cfg.reward == ["auto"] else cfg.reward)
+    reward = default_reward(cfg) if cfg.reward == ["auto"] else cfg.reward
+    scorer = Scorer(reward, options=RewardsSection())
     training = problems(cfg, "train", prompts.chat)
     yield describe_data(prompts, None, scorer.name)
     held = cfg.heldout_size if cfg.task in GENERATED else cfg.heldout_path or "the others"

@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specjax.command_line import ConfigError, given_in, typed_in
+from specjax.command_line import ConfigError, given_in
 from specjax.config import ModelConfig
-from specjax.settings import show
 from train.data import rows
-from train.data.prompts import Encoded, Prompts, demonstration_name
-from train.data.tasks.layout import Demonstration, Message, Problem
+from train.data.prompts import Pair, Prompts
+from train.data.tasks.layout import Demonstration, Problem
 from train.rewards.answers.extract import each_gold
 from train.rewards.scoring import (
     Scorer,
     check_gold,
     evenly,
-    row_name,
     unwinnable_message,
 )
 from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig
@@ -52,31 +50,25 @@ def fit_lengths(cfg: Any, model: str, most: int) -> str | None:
     Raises:
       ConfigError: the user set lengths that the model has too few positions for.
     """
-    roll = cfg.rollout
-    wanted = {name: getattr(roll, name) for name in ("max_prompt_tokens", "max_tokens")}
-    if sum(wanted.values()) <= most:
+    roll, names = cfg.rollout, ("max_prompt_tokens", "max_tokens")
+    wanted = [getattr(roll, name) for name in names]
+    if sum(wanted) <= most:
         return None
-    kept = {
-        name: value
-        for name, value in wanted.items()
-        if f"rollout.{name}" in given_in(cfg) or value != getattr(type(roll), name)
-    }
-    if len(kept) == 2 or sum(kept.values()) >= most or most < 2:
+    given = given_in(cfg)
+    is_set = [f"rollout.{n}" in given or getattr(roll, n) != getattr(type(roll), n) for n in names]
+    prompt_tokens = most - roll.max_tokens if is_set[1] else min(roll.max_prompt_tokens, most // 2)
+    if is_set[0]:
+        prompt_tokens = roll.max_prompt_tokens
+    tokens = min(roll.max_tokens, most - prompt_tokens)
+    if all(is_set) or min(prompt_tokens, tokens) < 1:
         raise ConfigError(
             "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
-            f"{most}, the longest sequence of {model}; got {sum(wanted.values())}"
+            f"{most}, the longest sequence of {model}; got {sum(wanted)}"
         )
-    prompt_tokens = roll.max_prompt_tokens
-    if "max_tokens" in kept:
-        prompt_tokens = most - roll.max_tokens
-    elif not kept:
-        prompt_tokens = min(prompt_tokens, most // 2)
-    tokens = min(roll.max_tokens, most - prompt_tokens)
     cfg.rollout = dataclasses.replace(roll, max_prompt_tokens=prompt_tokens, max_tokens=tokens)
     return (
         f"the longest sequence of {model} is {most} tokens: rollout.max_prompt_tokens="
-        f"{prompt_tokens} and rollout.max_tokens={tokens} in place of "
-        f"{wanted['max_prompt_tokens']} and {wanted['max_tokens']}"
+        f"{prompt_tokens} and rollout.max_tokens={tokens} in place of {wanted[0]} and {wanted[1]}"
     )
 
 
@@ -85,64 +77,53 @@ class Limit(NamedTuple):
 
     Attributes:
       tokens: the number.
-      setting: key that decides it; None: the positions of the model do.
+      name: its name in messages.
+      remedy: what keeps rows that are longer.
     """
 
     tokens: int
-    setting: str | None
+    name: str
+    remedy: str
+
+    @classmethod
+    def of(cls, setting: str, tokens: int) -> Limit:
+        """Makes the limit that a setting is."""
+        return cls(tokens, f"{setting}={tokens}", f"raise {setting}")
 
     @classmethod
     def of_rows(cls, row_length: int, model: ModelConfig | None) -> Limit:
         """Makes the limit of rows of `packing.row_length` tokens; a model may have fewer."""
         if model is None or row_length <= model.max_position:
-            return cls(row_length, "packing.row_length")
-        return cls(model.max_position, None)
+            return cls.of("packing.row_length", row_length)
+        most = model.max_position
+        return cls(most, f"the model's longest sequence of {most}", "shorten the rows")
 
     def __str__(self) -> str:
-        if self.setting is None:
-            return f"the model's longest sequence of {self.tokens}"
-        return f"{self.setting}={self.tokens}"
-
-    @property
-    def remedy(self) -> str:
-        """Says what keeps rows that are longer."""
-        return f"raise {self.setting}" if self.setting else "shorten the rows"
-
-    def exceeded(self, name: str, size: int) -> str:
-        """Writes the error about one row that is longer."""
-        return (
-            f"{name} has {size} tokens, more than {self}; {self.remedy}, or set "
-            "data.overlong_prompts=drop"
-        )
+        return self.name
 
 
-def require_most(
-    cfg: DataConfig, sizes: Sequence[int], names: Sequence[str], limit: Limit, what: str
-) -> None:
+def require_most(cfg: DataConfig, sizes: Sequence[int], limit: Limit, what: str) -> None:
     """Refuses data of which a large part would be dropped because of its length.
 
     Args:
       cfg: settings of the data.
       sizes: number of tokens of each row.
-      names: name of each row in messages.
       limit: largest number of tokens of a row that is kept.
       what: name of the rows in messages.
 
     Raises:
-      ValueError: no row would be left; or one would be dropped under `data.overlong_prompts=error`,
-        or more than a tenth of them and it is not `drop`.
+      ValueError: no row would be left, or more than a tenth of them would be dropped and
+        `data.overlong_prompts` is not `drop`.
     """
-    lost = [i for i, size in enumerate(sizes) if size > limit.tokens]
-    if lost and cfg.overlong_prompts == "error":
-        raise ValueError(limit.exceeded(names[lost[0]], sizes[lost[0]]))
+    lost = sum(size > limit.tokens for size in sizes)
     allowed = len(sizes) - 1 if cfg.overlong_prompts == "drop" else MOST_DROPPED * len(sizes)
-    if len(lost) <= max(allowed, 0):
+    if lost <= max(allowed, 0):
         return
     ordered = sorted(sizes)
     kept = {ordered[math.ceil(share * len(sizes)) - 1]: share for share in (0.9, 0.99, 1)}
     enough = ", ".join(f"{size} keeps {share:.0%}" for size, share in kept.items())
     raise ValueError(
-        f"{len(lost)} of {len(sizes)} {what} checked have more tokens than {limit} and would be "
+        f"{lost} of {len(sizes)} {what} checked have more tokens than {limit} and would be "
         f"dropped; {limit.remedy} ({enough}), or set data.overlong_prompts=drop to leave them out"
     )
 
@@ -158,17 +139,16 @@ def overlong_warnings(
       what: name of the prompts in messages.
 
     Raises:
-      ValueError: some are too long and that is an error, or too many would be dropped, see
-        `require_most`.
+      ValueError: too many would be dropped, see `require_most`.
     """
     most = FILE_ROWS if problems[0].place else GENERATED_ROWS
     checked = [problems[i] for i in evenly(problems, most)]
     sizes = [len(prompts.whole(row)) for row in checked]
-    limit = Limit(prompts.longest, "rollout.max_prompt_tokens")
+    limit = Limit.of("rollout.max_prompt_tokens", prompts.longest)
     over = sum(size > limit.tokens for size in sizes)
     done = f"cut to their last {limit.tokens}"
     if prompts.cfg.overlong_prompts != "truncate":
-        require_most(prompts.cfg, sizes, [*map(row_name, checked)], limit, what)
+        require_most(prompts.cfg, sizes, limit, what)
         done = "dropped"
     if not over:
         return []
@@ -181,28 +161,22 @@ def overlong_warnings(
 # --- demonstrations -------------------------------------------------------------------------------
 
 
-def encode_some(
-    prompts: Prompts, demonstrations: Sequence[Demonstration]
-) -> tuple[list[str], list[Encoded]]:
+def encode_some(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> list[Pair]:
     """Encodes some demonstrations before a run, evenly spaced.
-
-    Returns:
-      (their names in messages, what they are encoded to).
 
     Raises:
       ValueError: one cannot be encoded; the message names the row.
     """
     most = DEMONSTRATIONS if demonstrations[0].place else GENERATED_ROWS
-    some = [demonstrations[i] for i in evenly(demonstrations, most)]
-    return [*map(demonstration_name, some)], [*map(prompts.demonstration, some)]
+    return [prompts.demonstration(demonstrations[i]) for i in evenly(demonstrations, most)]
 
 
-def dropped_warnings(dropped: Sequence[Sequence[str]]) -> list[str]:
+def dropped_warnings(pairs: Sequence[Pair]) -> list[str]:
     """Returns the warning about the keys of demonstrations that are not imitated, if there are."""
-    counts = Counter(name for keys in dropped for name in keys)
+    counts = Counter(name for pair in pairs for name in pair.dropped)
     named = ", ".join(f"{name} of {count}" for name, count in counts.most_common())
     return [
-        f"not all of {len(dropped)} demonstrations checked is imitated, because the chat template "
+        f"not all of {len(pairs)} demonstrations checked is imitated, because the chat template "
         f"does not write it: {named}; write it into the content, or delete these keys"
     ] * bool(counts)
 
@@ -254,9 +228,7 @@ def read_inputs(
     problems, notes = [], []
     if trains:
         problems = rows.problems(cfg.data, "train", prompts.chat, held_out(cfg))
-        require_template(cfg, problems[0].prompt)
-        scorer.check(problems[0])
-        notes += [f"WARNING: {text}" for text in overlong_warnings(prompts, problems, "prompts")]
+        notes += check_rows(prompts, scorer, problems, "prompts", trains=True)
     heldout: Sequence[Problem] = []
     if cfg.eval.problems:
         try:
@@ -265,18 +237,8 @@ def read_inputs(
         except rows.EmptySplitError as error:
             cfg.eval.problems = 0
             notes.append(f"WARNING: no held-out problem of the data is evaluated: {error}")
-    if trains:
-        lost, checked = check_gold(scorer, problems)
-        if lost:
-            text = unwinnable_message(scorer, lost, checked)
-            if cfg.data.unwinnable == "error" or len(lost) == checked:
-                raise ValueError(
-                    f"{text}. Correct the rows, choose another reward, or set data.unwinnable=keep "
-                    "(they are trained on)"
-                )
-            notes.append(f"WARNING: {text} (data.unwinnable=keep)")
     if trains or heldout:
-        notes.insert(0, describe_data(prompts, model, scorer.described, trains))
+        notes.insert(0, describe_data(prompts, model, scorer.described))
     return Inputs(problems, heldout, prompts, scorer, notes)
 
 
@@ -293,9 +255,14 @@ def held_out(cfg: RLConfig) -> int:
 
 
 def check_rows(
-    prompts: Prompts, scorer: Scorer, problems: Sequence[Problem], what: str, where: str
+    prompts: Prompts,
+    scorer: Scorer,
+    problems: Sequence[Problem],
+    what: str,
+    where: str = "",
+    trains: bool = False,
 ) -> list[str]:
-    """Checks the problems of an evaluation, and returns the warnings about them.
+    """Checks problems of training or of an evaluation, and returns the warnings about them.
 
     Args:
       prompts: encoder of their prompts.
@@ -303,54 +270,32 @@ def check_rows(
       problems: the problems.
       what: name of the prompts in messages.
       where: what warnings about rewards begin with.
+      trains: whether they are trained on, so that each should be winnable.
 
     Raises:
-      ValueError: a reward needs a column, or a gold answer, that the rows do not have, or prompts
-        are too long and that is an error.
+      ValueError: a reward needs a column, or a gold answer, that the rows do not have; prompts are
+        too long and that is an error; or training has gold answers that cannot be won.
     """
     scorer.check(problems[0])
     warnings = overlong_warnings(prompts, problems, what)
     lost, checked = check_gold(scorer, problems)
     if lost:
         text = f"{where}{unwinnable_message(scorer, lost, checked)}"
-        if prompts.cfg.unwinnable == "error" and any(row.unread is not None for row, _ in lost):
-            raise ValueError(f"{text}. Correct the rows, or choose another reward")
-        warnings.append(text)
+        is_wrong = trains or any(row.unread is not None for row, _ in lost)
+        if (trains and len(lost) == checked) or (is_wrong and prompts.cfg.unwinnable == "error"):
+            remedy = "; or set data.unwinnable=keep to train on them" if trains else ""
+            raise ValueError(f"{text}. Correct the rows, or choose another reward{remedy}")
+        warnings.append(f"{text} (data.unwinnable={prompts.cfg.unwinnable})")
     return [f"WARNING: {text}" for text in warnings]
 
 
-def require_template(cfg: Any, prompt: str | Sequence[Message]) -> None:
-    """Refuses arguments of a chat template that is applied to no prompt.
-
-    Arguments in a configuration file are not refused, because the command line may override them.
-
-    Args:
-      cfg: settings of the run.
-      prompt: the first prompt.
-
-    Raises:
-      ConfigError: there are such arguments, and the prompt stays text.
-    """
-    key, options = "data.chat_template_kwargs", cfg.data.chat_template_kwargs
-    if not options or cfg.data.chat != "off" or not isinstance(prompt, str):
-        return
-    if key in typed_in(cfg) or "data.chat" not in typed_in(cfg):
-        raise ConfigError(
-            f"{key}={show(options)} has no effect: the prompts of {cfg.data.named} are text, and "
-            "with data.chat=off no chat template is applied; leave out one of them"
-        )
-
-
-def describe_data(
-    prompts: Prompts, model: object, reward: str | None = None, trains: bool = True
-) -> str:
+def describe_data(prompts: Prompts, model: object, reward: str | None = None) -> str:
     """Writes the line at start about the rows: their origin, layout, encoding and reward.
 
     Args:
       prompts: encoder of their prompts.
       model: name of the model whose tokenizer reads them, as the user typed it; None for no name.
       reward: name of the reward; None for no name.
-      trains: whether the rows are trained on.
     """
     cfg, chat = prompts.cfg, prompts.chat
     task, conversations = rows.find_task(cfg), False
@@ -377,6 +322,4 @@ def describe_data(
         text += "; prompts as plain text"
     if prompts.date and (conversations or chat):
         text += f", which writes the date {prompts.date} (data.date)"
-    if trains and task is None and cfg.task != REASONING_GYM:
-        text += "; data.path=FILE trains on rows of your own"
     return text + (f"; reward {reward}" if reward else "")

@@ -33,21 +33,19 @@ from train.data.tasks.layout import (
 from train.rewards.scoring import row_name
 from train.schema import DataConfig
 
-OVERLONG = "overlong"
 
-
-class Encoded(NamedTuple):
-    """A demonstration as token ids.
+class Pair(NamedTuple):
+    """A prompt and what follows it, as token ids; the latter is trained on.
 
     Attributes:
       prompt: ids of the prompt, as generation reads it.
-      response: ids of the response, with the token that ends it.
+      tokens: ids of the response, with the token that ends it.
       dropped: keys of the assistant's message that are not imitated, because the chat template does
         not write them.
     """
 
-    prompt: list[int]
-    response: list[int]
+    prompt: Sequence[int]
+    tokens: Sequence[int]
     dropped: tuple[str, ...] = ()
 
 
@@ -96,25 +94,17 @@ class Prompts:
             ids = self._ids(self._text(problem.prompt, tools_of(problem.row)), problem.prompt)
         return self.known(ids, name)
 
-    def fit(self, problem: Problem) -> tuple[list[int] | None, str | None]:
+    def fit(self, problem: Problem) -> tuple[list[int] | None, bool]:
         """Encodes a prompt, and drops or cuts it if it is too long (`data.overlong_prompts`).
 
         Returns:
-          (token ids, None) if it fits, (last token ids, "overlong") if it was cut, and
-          (None, "overlong") if it is dropped.
-
-        Raises:
-          ConfigError: it is too long, and `data.overlong_prompts` is `error`.
+          its token ids, or the last of them if it is cut, or None if it is dropped; and whether it
+          is too long.
         """
         ids = self.whole(problem)
         if self.longest is None or len(ids) <= self.longest:
-            return ids, None
-        if self.cfg.overlong_prompts == "error":
-            raise ConfigError(
-                f"{row_name(problem)} has {len(ids)} tokens, more than rollout.max_prompt_tokens="
-                f"{self.longest}; raise it, or set data.overlong_prompts to drop or truncate"
-            )
-        return (ids[-self.longest :] if self.cfg.overlong_prompts == "truncate" else None), OVERLONG
+            return ids, False
+        return (ids[-self.longest :] if self.cfg.overlong_prompts == "truncate" else None), True
 
     def known(self, ids: Sequence[int], where: str) -> Sequence[int]:
         """Returns token ids of `where`, which the model must have; see `specjax.tokenizer`.
@@ -145,20 +135,19 @@ class Prompts:
         if messages and not self._has_template:
             raise ValueError(
                 "prompts that are conversations need a chat template, and the model's tokenizer "
-                "has none; use the instruct model's tokenizer files, or rows whose prompts are text"
+                "has none; use the instruct model's, or rows whose prompts are text"
             )
         text = self._render(messages, tools=tools) if messages else prompt
         if tools and not (messages and self._differs(text, messages)):
             raise ValueError(
-                "the row has a column `tools`, and no chat template writes it; delete or rename "
-                "the column, write the tools into a message, or use a model whose template does"
+                "the row has a column `tools`, and no chat template writes it; delete or rename it"
             )
         if any("tool_calls" in message for message in messages):
             without = [_without(message, "tool_calls") for message in messages]
             if not self._differs(text, without, tools=tools):
                 raise ValueError(
                     "the prompt has messages with `tool_calls`, and the chat template does not "
-                    "write them; write them into the content, or use a model whose template does"
+                    "write them; write them into the content"
                 )
         return text
 
@@ -177,7 +166,7 @@ class Prompts:
 
     # --- demonstrations --------------------------------------------------------------------------
 
-    def demonstration(self, item: Demonstration) -> Encoded:
+    def demonstration(self, item: Demonstration) -> Pair:
         """Encodes a prompt and what is imitated after it.
 
         In a conversation that is what the chat template writes of the assistant's message beyond
@@ -213,7 +202,7 @@ class Prompts:
                 )
             ids = ids if messages else prompt_ids(self.tokenizer, context)
         self.known((*ids, *imitated), name)
-        return Encoded(ids, imitated, dropped)
+        return Pair(ids, imitated, dropped)
 
     def _written(
         self, messages: Sequence[Message], item: Demonstration, context: str

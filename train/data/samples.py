@@ -25,7 +25,7 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.tokenizer import prompt_ids
 from train.data import rows
 from train.data.checks import Limit, dropped_warnings, require_most
-from train.data.prompts import Prompts
+from train.data.prompts import Pair, Prompts
 from train.data.tasks.files import read_rows
 from train.data.tasks.layout import Demonstration, Problem, shown, split_of, tools_of
 from train.heads.training import FIELDS
@@ -36,13 +36,6 @@ from train.run.start import require_same
 SAMPLES, SETTINGS = "samples", "settings.yaml"  # which is JSON, but no file of rows
 WAVES = 4  # a block has so many samples per slot, so that few slots wait for its last ones
 PACKED_TOGETHER = 8  # micro-batches that are filled from one part of the samples
-
-
-class Pair(NamedTuple):
-    """A prompt and what follows it, as token ids; the latter is trained on."""
-
-    prompt: Sequence[int]
-    tokens: Sequence[int]
 
 
 # --- given texts ----------------------------------------------------------------------------------
@@ -76,25 +69,22 @@ def read_texts(cfg: Any, prompts: Prompts) -> Texts:
       ValueError: a row cannot be read, or none is left to train on.
     """
     limit = Limit.of_rows(cfg.packing.row_length, prompts.model)
-    length, train, heldout, cut = limit.tokens, [], [], 0
-    sizes, names, dropped = [], [], []
-    for row in _text_rows(cfg, prompts):
-        ids = [*row.pair.prompt, *row.pair.tokens]
-        held = takes_prompts(cfg) and split_of(row.key) == "heldout"
-        dropped += [] if row.dropped is None else [row.dropped]
-        if not row.is_text:
-            sizes.append(len(ids))
-            names.append(row.name)
-        if row.is_text and held:
+    length, train, heldout, cut, whole = limit.tokens, [], [], 0, []
+    for key, pair, is_text in _text_rows(cfg, prompts):
+        ids = [*pair.prompt, *pair.tokens]
+        held = takes_prompts(cfg) and split_of(key) == "heldout"
+        whole += [] if is_text else [pair]
+        if is_text and held:
             size = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
             heldout.append(Pair(ids[:size], ids[size:]))
-        elif row.is_text and len(ids) > length:
+        elif is_text and len(ids) > length:
             cut += 1
             pieces = [ids[i : i + length] for i in range(0, len(ids), length)]
             train += [Pair(piece[:1], piece[1:]) for piece in pieces if piece[1:]]
-        elif len(ids) <= length and row.pair.tokens:
-            (heldout if held else train).append(row.pair)
-    require_most(cfg.data, sizes, names, limit, "demonstrations")
+        elif len(ids) <= length and pair.tokens:
+            (heldout if held else train).append(pair)
+    sizes = [len(pair.prompt) + len(pair.tokens) for pair in whole]
+    require_most(cfg.data, sizes, limit, "demonstrations")
     paths = cfg.data.texts if isinstance(cfg.data.texts, str) else ", ".join(cfg.data.texts)
     if not train:
         raise ValueError(
@@ -111,56 +101,30 @@ def read_texts(cfg: Any, prompts: Prompts) -> Texts:
             f"WARNING: {passed_over} demonstrations have more tokens than {limit} and are left "
             f"out; {limit.remedy} to train on them"
         )
-    notes += [f"WARNING: {text}" for text in dropped_warnings(dropped)]
+    notes += [f"WARNING: {text}" for text in dropped_warnings(whole)]
     return Texts(train, heldout, notes)
 
 
-class _TextRow(NamedTuple):
-    """A row of `data.texts`.
-
-    Attributes:
-      name: name of the row in messages.
-      key: text that decides the split.
-      pair: the row as token ids.
-      is_text: whether it is text without a prompt.
-      dropped: keys of a demonstration that are not imitated; None if it is none.
-    """
-
-    name: str
-    key: str
-    pair: Pair
-    is_text: bool = False
-    dropped: tuple[str, ...] | None = None
-
-
-def _text_rows(cfg: Any, prompts: Prompts) -> Iterator[_TextRow]:
-    task = None
+def _text_rows(cfg: Any, prompts: Prompts) -> Iterator[tuple[str, Pair, bool]]:
+    """Yields the rows of `data.texts`: the text that decides the split, the row as token ids, and
+    whether it is text without a prompt."""
+    task, otherwise = None, "set data.path instead, and the policy answers the prompts itself"
     for place, row in read_rows(cfg.data.texts):
-        name = f"the row {place}"
         if {"prompt_token_ids", "token_ids"} <= row.keys():
-            pair = Pair(
-                _token_ids(row, "prompt_token_ids", place, prompts),
-                _token_ids(row, "token_ids", place, prompts),
-            )
-            yield _TextRow(name, str(pair.prompt), pair)
+            columns = "prompt_token_ids", "token_ids"
+            pair = Pair(*(_token_ids(row, column, place, prompts) for column in columns))
+            yield str(pair.prompt), pair, False
         elif isinstance(row.get("text"), str) and "prompt" not in row:
-            ids = prompts.known(prompt_ids(prompts.tokenizer, row["text"]), name)
+            ids = prompts.known(prompt_ids(prompts.tokenizer, row["text"]), f"the row {place}")
             if len(ids) > 1:
-                yield _TextRow(name, row["text"], Pair(ids[:1], ids[1:]), is_text=True)
+                yield row["text"], Pair(ids[:1], ids[1:]), True
         else:
             task = task or rows.task_of(cfg.data, row, f"{place} of data.texts")
             example = rows.read_row(task, row, place)
-            response = rows.response_of(
-                example,
-                task,
-                place,
-                "data.texts are trained on: give data.path in its place, and the policy answers "
-                "the prompts itself",
-            )
+            response = rows.response_of(example, task, place, otherwise)
             prompt = rows.prompt_of(cfg.data, task, example, prompts.chat)
-            ids = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
-            pair = Pair(ids.prompt, ids.response)
-            yield _TextRow(name, rows.question_of(example.prompt), pair, dropped=ids.dropped)
+            pair = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
+            yield rows.question_of(example.prompt), pair, False
 
 
 def _token_ids(row: dict[str, Any], column: str, place: str, prompts: Prompts) -> Sequence[int]:

@@ -31,6 +31,11 @@ REST = "rest"
 _BITS = {"pred": 8, "token": 0}  # of types without a number in their names
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+# `name = shapes opcode(operands), attributes`; shapes have parentheses, but none behind a word.
+_INSTRUCTION = re.compile(
+    r"(?P<root>ROOT )?%?(?P<name>\S+) = (?P<text>(?P<shapes>.*?) (?P<opcode>[a-z][\w\-]*)"
+    r"\((?P<operands>.*?)\)(?:, .*)?)"
+)
 _NAME = re.compile(r"%([\w.\-]+)")
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 # Operations that move no data, or whose contents are counted separately.
@@ -94,16 +99,14 @@ class Op:
 
     @classmethod
     def parse(cls, line: str) -> Op:
-        left, _, text = line.strip().partition(" = ")
-        end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-        start = text.index("(", end)
+        match = _INSTRUCTION.fullmatch(line.strip())
         return cls(
-            name=left.removeprefix("ROOT ").lstrip("%"),
-            shapes=_shapes(text[:end]),
-            opcode=text[end:start].strip(),
-            operands=_NAME.findall(text[start : _closing(text, start)]),
-            text=text,
-            root=left.startswith("ROOT "),
+            name=match["name"],
+            shapes=_shapes(match["shapes"]),
+            opcode=match["opcode"],
+            operands=_NAME.findall(match["operands"]),
+            text=match["text"],
+            root=match["root"] is not None,
         )
 
     def attribute(self, name: str) -> str | None:
@@ -164,16 +167,6 @@ class Op:
 
 
 Ops = Mapping[str, Op]
-
-
-def _closing(text: str, start: int) -> int:
-    """Returns the index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if not depth:
-            return i
-    raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
 
 
 def _root(ops: Ops) -> Op:

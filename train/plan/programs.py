@@ -71,9 +71,9 @@ GONE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Program:
-    """One program of a run.
+    """One program of a run, and its bytes per device.
 
     Attributes:
       name: name in the table.
@@ -83,6 +83,12 @@ class Program:
       inputs: shapes of the inputs that stay, which `Shapes.resident` counts.
       passing: shapes of the inputs that do not stay.
       results: shapes of the results, for which no compiler is asked; None: unknown.
+      extra: bytes allocated only while it runs: inputs that do not stay, results that are not
+        written over inputs, temporaries.
+      temporaries: bytes of temporaries, included in `extra`.
+      failed: why the compiler refused the program.
+      needs: bytes that the program needs by the compiler's message, inputs included; None: the
+        message has none, or those of temporaries only.
     """
 
     name: str
@@ -92,6 +98,10 @@ class Program:
     inputs: Any
     passing: Any = None
     results: Any = None
+    extra: float = 0.0
+    temporaries: float = 0.0
+    failed: str | None = None
+    needs: float | None = None
 
 
 class Shapes:
@@ -106,7 +116,6 @@ class Shapes:
     Attributes:
       mesh, places: meshes of `make_meshes` over `devices`; with `for_replica`, every replica's
         place is on these.
-      apart: whether `for_replica` is given.
       target: mesh over `devices` that weights are moved to.
       model: config of the policy.
       fitted: result of `settle_length` for the run.
@@ -128,8 +137,7 @@ class Shapes:
             self.mesh, self.places = make_meshes(cfg, devices)
             several = len(self.places) > 1
             self.target = sharding.joined_mesh(self.places) if several else self.places[0]
-            self.apart = for_replica is not None and cfg.rollout.own_devices
-            if self.apart:
+            if for_replica is not None and cfg.rollout.own_devices:
                 places = sharding.replica_meshes(1, cfg.rollout.tp, for_replica)
                 self.places = places * cfg.rollout.replicas
         except ValueError as error:
@@ -170,17 +178,15 @@ class Shapes:
     def _find(self, key: str, name: str, revision: str | None) -> Path:
         """Returns the path of what a key of the run names, whose weights may be absent."""
         path = find_shipped(name)
-        if not path.exists():
-            path = find_shipped(f"{SHAPES}/{path.name}")
-        if not path.exists():
-            try:
-                path = find_model(name, revision, weights=False)
-            except CheckpointError as error:
-                raise ConfigError(
-                    f"{key}: no directory {name}, and no shapes of that name in {SHAPES} (a plan "
-                    f"needs the model's config.json, without weights); {error}"
-                ) from error
-        return path
+        shapes = find_shipped(f"{SHAPES}/{path.name}")
+        if path.exists() or shapes.exists():
+            return path if path.exists() else shapes
+        try:
+            return find_model(name, revision, weights=False)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{key}: no directory {name}, and no shapes of that name in {SHAPES}; {error}"
+            ) from error
 
     def _like_params(self, make: Callable, *inputs):
         """Returns the shapes of `make`'s result, with the shardings of parameters."""

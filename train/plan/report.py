@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
+from specjax.parallel.sharding import device_bytes
 from specjax.versions import installed
-from train.plan.figures import Figures
 from train.plan.programs import (
     CACHE,
     EVALUATION,
@@ -20,6 +20,7 @@ from train.plan.programs import (
     HEAD_STATES,
     STATE,
     WEIGHTS,
+    Program,
     Shapes,
     mesh_text,
 )
@@ -37,7 +38,7 @@ class Plan:
       config: name of the config file.
       topology: the chips.
       shapes: trainers and engines of the run.
-      programs: figures of the programs so far.
+      programs: the programs so far, with their figures.
       left_out: number of programs that were left out.
       command: the command line.
     """
@@ -45,7 +46,7 @@ class Plan:
     config: str
     topology: Topology
     shapes: Shapes
-    programs: list[Figures]
+    programs: list[Program]
     left_out: int = 0
     command: str = ""
 
@@ -61,24 +62,24 @@ class Plan:
         """Returns the bytes that are allocated while programs of a part run, by kind."""
         return {kind: size for kind, size in self.resident.items() if kind not in GONE[part]}
 
-    def held_during(self, program: Figures) -> dict[str, float]:
+    def held_during(self, program: Program) -> dict[str, float]:
         """Returns the bytes, by kind, that are allocated while a program runs, inputs or not."""
         gaps = self.shapes.built.replica_drafts and self.shapes.cfg.draft.spot.gaps
         in_gaps = program.key == ("draft",) and bool(gaps)
         held = self.held("roll out" if in_gaps else program.part)
         if program.key == ("reshard", "draft"):  # includes the policy's new weights
-            held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0) - program.results
+            held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0) - device_bytes(program.results)
         return held
 
-    def peak(self, program: Figures) -> float:
+    def peak(self, program: Program) -> float:
         """Returns the bytes in use while a program runs."""
         held = sum(self.held_during(program).values())
         if program.needs is not None:  # the compiler's number includes the inputs
-            return program.needs + max(held - program.inputs, 0.0)
+            return program.needs + max(held - device_bytes(program.inputs), 0.0)
         return held + program.extra
 
     @property
-    def worst(self) -> Figures:
+    def worst(self) -> Program:
         return max(self.programs, key=self.peak)
 
     @property
@@ -124,7 +125,12 @@ class Plan:
 
     def write(self, path: Path) -> None:
         """Writes every figure as JSON."""
-        programs = [{**dataclasses.asdict(p), "peak_bytes": self.peak(p)} for p in self.programs]
+        names = "name", "part", "extra", "temporaries", "failed", "needs"
+        programs = [
+            {name: getattr(program, name) for name in names}
+            | {"inputs": device_bytes(program.inputs), "peak_bytes": self.peak(program)}
+            for program in self.programs
+        ]
         figures = {
             "config": self.config,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -159,15 +165,10 @@ def gb(size: float) -> str:
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the whole table."""
-    yield from _head(plan)
-    yield from _memory(plan)
-    yield from _verdict(plan)
-
-
-def _head(plan: Plan) -> Iterator[str]:
     shapes, topology, model = plan.shapes, plan.topology, plan.shapes.model
     chip, runner = topology.chip, shapes.engine.runner
-    yield f"plan of {plan.config} on {topology.name}: {topology.source}"
+    how = f"compiled for {topology.compiler}" if topology.compiler else "counted from shapes"
+    yield f"plan of {plan.config} on {topology.name}, {how}"
     yield (
         f"model   {model.model_type}, parameters {model.run.param_dtype}, arithmetic "
         f"{model.run.compute_dtype}; shapes from {shapes.read_from}"
@@ -180,9 +181,6 @@ def _head(plan: Plan) -> Iterator[str]:
     used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
     if used < len(topology.devices):
         yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} are idle"
-
-
-def _memory(plan: Plan) -> Iterator[str]:
     yield "\nbytes per device, besides what programs need for themselves"
     for kind, size in plan.resident.items():
         gone = "  (not while it trains)" if kind in GONE["train"] else ""
@@ -194,20 +192,15 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "\nprograms: GB per device of their inputs, their temporaries, and in all while they run"
     yield f"{'program':<26}" + "".join(f"{c:>12}" for c in ("inputs", "temporaries", "in all"))
     for program in plan.programs:
-        sizes = program.inputs, program.temporaries, plan.peak(program)
+        sizes = device_bytes(program.inputs), program.temporaries, plan.peak(program)
         yield f"{program.name:<26}" + "".join(f"{size / GB:>12.4g}" for size in sizes)
         if program.failed:
             yield f"    REFUSED by the compiler: {program.failed}"
     if plan.left_out:
         yield f"{plan.left_out} programs were left out by --only"
-
-
-def _verdict(plan: Plan) -> Iterator[str]:
-    batch = plan.shapes.engine.runner.batch
-    yield f"\nlargest batch that fits: {plan.largest_batch()} slots per replica (now {batch})"
-    which = f", without the {plan.left_out} programs left out" if plan.left_out else ""
-    verdict = "FITS" if plan.fits else "DOES NOT FIT"
-    yield f"{verdict}: {gb(plan.most)} of {gb(plan.memory)}{which}"
+    most = plan.largest_batch()
+    yield f"\nlargest batch that fits: {most} slots per replica (now {runner.batch})"
+    yield f"{'FITS' if plan.fits else 'DOES NOT FIT'}: {gb(plan.most)} of {gb(plan.memory)}"
     if plan.fits:
         return
     for name, size in plan.too_large.items():

@@ -56,15 +56,6 @@ class Topology:
         """The platform of the topology, as jax names it; `devices` may be CPUs instead."""
         return "cpu" if self.kind == "cpu" else "tpu" if self.kind.startswith("v") else "gpu"
 
-    @property
-    def source(self) -> str:
-        """The source of the figures, for the head of the table."""
-        if self.compiler is None:
-            return "ARITHMETIC from shapes and shardings, nothing was compiled"
-        if self.compiler == "cpu":
-            return f"compiled for CPU devices, compared with a {self.chip.title}: to try it out"
-        return "compiled by the TPU compiler for this topology"
-
 
 def find_topology(name: str, memory: float | None = None, count: bool = False) -> Topology:
     """Returns the topology of a name, such as `v5e:8x8`, `v5p:4x4x4`, `h200:8` or `cpu:8`.
@@ -80,8 +71,8 @@ def find_topology(name: str, memory: float | None = None, count: bool = False) -
     kind, _, size = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", size) or (kind != "cpu" and kind not in CHIPS):
         raise ConfigError(
-            f"--topology: expected one of {', '.join(CHIPS)} or cpu, a colon and a size, such as "
-            f"v5e:8x8, v5p:4x4x4, h200:8 or cpu:8; got {name!r}"
+            f"--topology: expected one of {', '.join(CHIPS)} or cpu, and a size, such as v5e:8x8, "
+            f"h200:8 or cpu:8; got {name!r}"
         )
     chips = math.prod(map(int, size.split("x")))
     here = CHIPS[STANDS_FOR if kind == "cpu" else kind]
@@ -98,8 +89,8 @@ def _cpu_devices(count: int) -> Sequence[jax.Device]:
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ConfigError(
-            f"--topology: {count} CPU devices are needed to stand for as many chips, and there are "
-            f"{len(devices)}; set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            f"--topology: expected {count} CPU devices to stand for chips, got {len(devices)}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         )
     return devices[:count]
 
@@ -113,8 +104,6 @@ def _tpu_devices(name: str) -> Sequence[jax.Device]:
         return sorted(devices, key=lambda device: (device.process_index, device.id))
     except Exception as error:  # noqa: BLE001 (plugins raise what they like)
         raise ConfigError(
-            f"--topology: cannot compile for {name}: {str(error).splitlines()[0]}. The TPU "
-            "compiler comes with the package libtpu, which needs no TPU: run `make plan "
-            'ARGS="--config ... --topology ..."`, which sets up an environment with it; or try '
-            "--topology cpu:8"
+            f"--topology: cannot compile for {name}: {str(error).splitlines()[0]}. `make plan "
+            'ARGS="--config ..."` installs the TPU compiler, which needs no TPU; or try cpu:8'
         ) from error

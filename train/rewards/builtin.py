@@ -24,28 +24,26 @@ A second parameter of a name that no column has is the answer.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
-import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from train.registry import REWARDS
-from train.rewards.answers.choice import chosen_letter, letter_of
-from train.rewards.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
+from train.rewards.answers.extract import (
+    chosen_letter,
+    each_gold,
+    final_answer,
+    last_line_answer,
+    letter_of,
+    stated_gold,
+)
 from train.rewards.answers.quantity import read_quantity
-from train.rewards.calls import Failed, RewardCall
-from train.rewards.workers import Setup, Workers
+from train.rewards.calls import RewardCall
+from train.rewards.workers import Setup
 
 Reward = Callable[..., Any]
-
-SECONDS = 10.0  # time limit of one comparison
-# Whether this process is ended when a reward is late: `load` sets it.
-has_time_limit = False
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class AnswerReward:
     """A reward that compares answers, and can check gold answers before a run.
 
     Attributes:
-      compare: whether an answer is the gold answer in a row's text, (given, text) -> bool; raises
-        TimeoutError if that is not known in time.
+      compare: whether an answer is the gold answer in a row's text, (given, text) -> bool.
       extract: finds the answer in a completion; returns None if there is none.
       write: makes a completion that states the given answer and nothing else.
       wants: place of the answer in a completion, for messages.
@@ -70,23 +67,9 @@ class AnswerReward:
 
     def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
         """Returns 1.0 if the completion's answer is one of the row's, else 0.0."""
-        try:
-            return float(self._is_right(completion, answer))
-        except TimeoutError:
-            return 0.0
-
-    def can_win(self, answer: str | Sequence[str]) -> bool:
-        """Returns whether a completion that states one of the row's own answers scores 1.
-
-        Raises:
-          TimeoutError: a comparison was late, which says nothing about the answer.
-        """
-        return any(self._is_right(self.write(gold), gold) for gold in each_gold(answer))
-
-    def _is_right(self, completion: str, answer: str | Sequence[str]) -> bool:
         given = self.extract(completion)
         golds = (gold for gold in each_gold(answer) if gold.strip())
-        return bool(given) and any(self.compare(given, gold) for gold in golds)
+        return float(bool(given) and any(self.compare(given, gold) for gold in golds))
 
 
 def _same_line(given: str, gold: str) -> bool:
@@ -114,47 +97,17 @@ def _same_letter(given: str, gold: str) -> bool:
     return given == letter_of(stated_gold(gold))
 
 
-_COMPARES = f"{__name__}:same_formula"  # as a reward, of answers that were found before
-_lock = threading.Lock()
-
-
-@functools.cache
-def _comparing_process(seconds: float) -> Workers:
-    """The process in which `MATH_VERIFY` compares formulas, replaced where it is late.
-
-    sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
-    """
-    return Workers(Setup((_COMPARES,), THINKS_FIRST, seconds), 1, float)
-
-
 def same_formula(given: str, gold: str) -> bool:
-    """Compares by `train.rewards.answers.equivalence`; two numbers without that library.
+    """Compares by `train.rewards.answers.equivalence`; two numbers without sympy.
 
-    Answers that cannot be parsed are not the same; no answer raises an error. In a worker process
-    (`train.rewards.workers`) a comparison that is late is ended by `rewards.timeout`, and counts as
-    failed; any other process has a worker for comparisons, in which one that is late is ended after
-    `SECONDS`, and scores 0.0.
-
-    Raises:
-      ModuleNotFoundError: the math-verify library is not installed.
-      TimeoutError: the comparison was late, or ended its process.
+    Answers that cannot be parsed are not the same; no answer raises an error. sympy may run forever
+    on a policy's text (`9^{9^{9^9}}`), in one call that no signal interrupts: worker processes
+    (`train.rewards.workers`) are ended then.
     """
     text = stated_gold(gold)
     wanted, got = read_quantity(text), read_quantity(given)
     if wanted and got:
         return wanted.equals(got)
-    if importlib.util.find_spec("math_verify") is None:
-        raise ModuleNotFoundError(
-            "reward 'math_verify' needs the math-verify package; install it, or use the "
-            "reward 'number'"
-        )
-    if not has_time_limit:
-        with _lock:
-            process = _comparing_process(SECONDS)
-        [outcome] = process.submit(0, [given], [{"answer": gold}]).result()
-        if isinstance(outcome, Failed):
-            raise TimeoutError(f"the comparison {outcome.what}")
-        return outcome == 1.0
     from train.rewards.answers.equivalence import same_answer  # which imports sympy
 
     try:
@@ -230,13 +183,8 @@ def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:
 
 def load(setup: Setup) -> list[RewardCall]:
     """Imports the rewards; of those that come with specjax also what their first call imports."""
-    global has_time_limit
     calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
-    # The library warns in every call that its timeouts are off; this process has one.
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    has_time_limit = True
-    if {"math_verify", _COMPARES} & {*setup.names}:
+    if "math_verify" in setup.names:
         MATH_VERIFY("\\boxed{x+1}", "1+x")
     if "reasoning_gym" in setup.names:
         importlib.import_module("reasoning_gym")

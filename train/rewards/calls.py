@@ -87,10 +87,7 @@ class RewardCall:
 
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
-        try:
-            self._signature = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C: called by position
-            self._signature = inspect.signature(lambda completion, answer: None)
+        self._signature = inspect.signature(function)
         self._parameters = list(self._signature.parameters.values())
         names = list(self._signature.parameters)
         self.batch = BATCH in names

@@ -23,7 +23,7 @@ from train.rewards.workers import Outcomes, Setup, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
-# Number of failures that are logged; all are counted.
+# Number of failures that are logged.
 _DESCRIBED = 5
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class SampleFacts(NamedTuple):
     finish_reason: str | None
 
 
-_NONE = Failed("returned None (NoneType)", "expected a finite number (return float(...))")
-_ALL_NONE = Failed("all returned None", "no reward applies to the row")
+_NONE = Failed("returned None", "expected a finite number (return float(...))")
 
 
 class Scorer:
@@ -81,7 +80,6 @@ class Scorer:
       labels: a short name of each reward, for metrics.
       checked: the rewards that compare answers and have a weight above 0, by their names.
       built_in: the first of these; None if there is none.
-      failures: number of calls that failed so far.
       workers: number of worker processes.
 
     Raises:
@@ -120,8 +118,7 @@ class Scorer:
             quick = all(getattr(function, "quick", False) for function in functions)
             self.workers = 0 if quick else default_workers()
         self._workers: Workers | None = None
-        self.failures = 0
-        self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
+        self._described: set[str] = set()  # failures
         self._seconds: list[float] = []  # of calls since the last figures
         self._waited, self._timed_out = 0.0, 0
 
@@ -156,8 +153,7 @@ class Scorer:
         weights = zip(self._weights, self.names, strict=True)
         text = " + ".join(f"{w:g} {name}" if w != 1.0 else name for w, name in weights)
         if self.workers:
-            processes = "1 process" if self.workers == 1 else f"{self.workers} processes"
-            text += f" in {processes}, at most {self._timeout:g} s per completion"
+            text += f", worker processes: {self.workers}, {self._timeout:g} s per completion"
         return text
 
     @property
@@ -233,39 +229,24 @@ class Scorer:
 
     def joined(self, outcomes: Sequence[Outcome], problem: Problem) -> Score:
         """The score of a completion with these outcomes of its rewards; failures are logged."""
-        if list(outcomes) == [None]:
-            outcomes = [_NONE]
-        elif all(outcome is None for outcome in outcomes):
-            self._fail(", ".join(self.names), problem, _ALL_NONE)
-            return Score(0.0, True, tuple(outcomes))
-        failed = [isinstance(outcome, Failed) for outcome in outcomes]
-        for call, outcome in zip(self._calls, outcomes, strict=True):
-            if isinstance(outcome, Failed):
-                self._fail(call.name, problem, outcome)
-        values = [0.0 if isinstance(outcome, Failed) else outcome for outcome in outcomes]
-        if self._weights == [1.0]:
-            return Score(values[0], any(failed))
-        pairs = zip(self._weights, values, strict=True)
+        named = zip(self.names, outcomes, strict=True)
+        failed = [(name, outcome) for name, outcome in named if isinstance(outcome, Failed)]
+        if all(outcome is None for outcome in outcomes):
+            failed = [(self.name, _NONE)]
+        for name, outcome in failed:
+            self._fail(name, problem, outcome)
+        parts = tuple(0.0 if isinstance(outcome, Failed) else outcome for outcome in outcomes)
+        pairs = zip(self._weights, parts, strict=True)
         value = sum((w * v for w, v in pairs if v is not None), 0.0)
-        return Score(value, any(failed), tuple(values))
+        return Score(value, bool(failed), () if self._weights == [1.0] else parts)
 
     def _fail(self, name: str, problem: Problem, failed: Failed) -> None:
-        """Counts a failure, and logs it unless the row has failed in the same way before."""
-        self.failures += 1
+        """Logs a failure, unless the row has failed in the same way before."""
         self._timed_out += failed.timed_out
-        key = row_name(problem), f"{name} {failed.what}: {failed.more}"
-        if key in self._described or len(self._described) >= _DESCRIBED:
-            return
-        self._described.add(key)
-        last = len(self._described) == _DESCRIBED
-        log.warning(
-            "reward %r %s for %s: %s; scored as 0%s",
-            name,
-            failed.what,
-            row_name(problem),
-            failed.more,
-            ". Further failures are only counted, in reward/failed" if last else "",
-        )
+        text = f"reward {name!r} {failed.what} for {row_name(problem)}: {failed.more}"
+        if text not in self._described and len(self._described) < _DESCRIBED:
+            self._described.add(text)
+            log.warning("%s; scored as 0, as all are that reward/failed counts", text)
 
 
 class Scoring:
@@ -279,7 +260,6 @@ class Scoring:
         self._completions: dict[int, tuple[str, dict[str, Any]]] = {}  # with their columns
         # (number of the reward, place of the completion) -> where its outcome will be
         self._calls: dict[tuple[int, int], tuple[Future[Outcomes], int]] = {}
-        self._finished = False
 
     def __contains__(self, place: int) -> bool:
         return place in self._completions
@@ -293,12 +273,10 @@ class Scoring:
 
     def finish(self) -> None:
         """Says that all completions were added, so that they are scored together, too."""
-        if self._finished:
-            return
-        self._finished = True
+        places = sorted(self._completions)
         for index, call in enumerate(self._scorer._calls):
-            if call.together and self._completions:
-                self._ask(index, sorted(self._completions))
+            if call.together and places and (index, places[0]) not in self._calls:
+                self._ask(index, places)
 
     def _ask(self, index: int, places: Sequence[int]) -> None:
         texts, rows = zip(*(self._completions[place] for place in places), strict=True)
@@ -344,9 +322,8 @@ class Scoring:
 
 def default_workers() -> int:
     """Returns the number of worker processes by default: half of the processors, 8 at most."""
-    usable = getattr(os, "sched_getaffinity", None)
-    count = len(usable(0)) if usable else os.cpu_count() or 1
-    return max(1, min(8, count // 2))
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    return max(1, min(8, len(usable(0)) // 2))
 
 
 def labels_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -387,15 +364,20 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
     It is unknown for a reward of the user's own, and where a comparison was late.
     """
-    try:
-        lost = [n for n, reward in scorer.checked.items() if not reward.can_win(problem.answer)]
-    except TimeoutError:
-        return None
+    golds, lost = [gold for gold in each_gold(problem.answer) if gold.strip()], []
+    for index, name in enumerate(scorer.names):
+        if (reward := scorer.checked.get(name)) is None:
+            continue
+        texts, rows = [*map(reward.write, golds)], [{"answer": gold} for gold in golds]
+        outcomes = scorer.ask(index, texts, rows).result()
+        if 1.0 not in outcomes and any(isinstance(outcome, Failed) for outcome in outcomes):
+            return None
+        lost += [] if 1.0 in outcomes else [name]
     if not lost:
         return None
     if problem.unread is not None:
         return problem.unread.why
-    if not _has_gold(problem):
+    if not golds:
         return "the row has no answer"
     by = f" by {', '.join(lost)}" if len(scorer.checked) > 1 else ""
     return shown_gold(problem) + by
@@ -433,6 +415,7 @@ def check_gold(
         chosen |= {i for i, problem in enumerate(problems) if not _has_gold(problem)}
     rows = [problems[i] for i in sorted(chosen)]
     reasons = [(row, unwinnable(scorer, row)) for row in rows]
+    scorer.metrics()  # are of steps
     return [(row, reason) for row, reason in reasons if reason], len(rows)
 
 
@@ -459,15 +442,9 @@ def zero_reward_example(scorer: Scorer, completion: str, problem: Problem, was_c
       problem: problem that it answers.
       was_cut: whether it reached rollout.max_tokens.
     """
-    text = shortened(completion, 600)
     cut = " (cut off at rollout.max_tokens)" if was_cut else ""
-    lines = [f"a completion{cut}: {text!r}"]
-    if scorer.built_in is not None:
-        answer = scorer.built_in.extract(completion)
-        read = "none" if answer is None else repr(answer)
-        lines.append(f"the answer that reward={scorer.name} read in it: {read}")
-        if answer is None:
-            where = "data.prompt_template" if isinstance(problem.prompt, str) else "the prompts"
-            lines.append(f"it reads {scorer.built_in.wants}: ask for that in {where}")
-    lines.append(f"the {shown_gold(problem)}")
-    return "; ".join(lines)
+    text = f"a completion{cut}: {shortened(completion, 600)!r}; the {shown_gold(problem)}"
+    if scorer.built_in is None:
+        return text
+    answer, where = scorer.built_in.extract(completion), scorer.built_in.wants
+    return f"{text}; reward={scorer.name} read the answer {answer!r}: it reads {where}"

@@ -200,8 +200,7 @@ class _Worker:
             reason = str(problem).strip().splitlines()[-1]
             raise WorkerError(
                 f"a process for reward={', '.join(self._setup.names)} cannot be started: {reason}; "
-                "a worker imports the reward by its name, with this process's sys.path: correct "
-                "it, or set rewards.workers=0 to call it in this process, without a time limit"
+                "correct it, or set rewards.workers=0: it runs in this process, without a limit"
             )
 
     def _kill(self) -> str:

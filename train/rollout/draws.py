@@ -56,8 +56,8 @@ class Draws:
         most = 100 * roll.prompts
         for position in range(self.position, self.position + most + 1):
             problem = self._order[position]
-            ids, why = self._prompts.fit(problem)
-            self._overlong += [position] if why else []
+            ids, is_long = self._prompts.fit(problem)
+            self._overlong += [position] * is_long
             if ids is not None:
                 self.position = position + 1
                 responses = [Response() for _ in range(roll.n)]

@@ -80,8 +80,8 @@ def evaluate(
         groups[problem_set.asked.name] = made = []
         overlong.append(0.0)
         for problem in problem_set.problems:
-            ids, why = problem_set.prompts.fit(problem)
-            overlong[-1] += why is not None
+            ids, is_long = problem_set.prompts.fit(problem)
+            overlong[-1] += is_long
             if ids is None:
                 continue
             n, index = problem_set.asked.n, len(made)

@@ -8,7 +8,6 @@ from typing import Any
 
 from specjax.command_line import ConfigError
 from specjax.config.sampling import is_seed
-from specjax.settings import show
 from train.data import rows
 from train.data.checks import Inputs, check_rows, describe_data
 from train.data.prompts import Prompts
@@ -122,12 +121,6 @@ def _read_set(
     data = _data_of(cfg, chosen)
     prompts = Prompts(run.prompts.tokenizer, data, asked.max_prompt_tokens, run.prompts.model)
     problems = rows.problems(data, "heldout", prompts.chat)
-    text = isinstance(problems[0].prompt, str)
-    if chosen.chat_template_kwargs and data.chat == "off" and text:
-        raise ValueError(
-            f"chat_template_kwargs={show(chosen.chat_template_kwargs)} has no effect: the prompts "
-            "are text, and with chat=off no chat template is applied; leave out one of them"
-        )
     reward = chosen.reward or (cfg.reward if cfg.reward != "auto" else rows.default_reward(data))
     names = (reward,) if isinstance(reward, str) else tuple(reward)
     weights = _weights_of(cfg, chosen, names, run.scorer.names)
@@ -138,11 +131,12 @@ def _read_set(
     if not is_seed(cfg.eval.seed + len(problems)):
         raise ValueError(f"has {len(problems)} problems, too many for eval.seed={cfg.eval.seed}")
     asked.params(cfg.eval.seed)
-    about = describe_data(prompts, model, scorer.described, trains=False).removeprefix("data: ")
+    about = describe_data(prompts, model, scorer.described).removeprefix("data: ")
     lines = [f"{asked.key}: {about}"]
     for warning in check_rows(prompts, scorer, problems, "prompts", ""):
         lines.append(warning.replace("WARNING: ", f"WARNING: {asked.key}: "))
-    alone = scorer is not run.scorer
+    if alone := scorer is not run.scorer:
+        scorer.close()
     return ProblemSet(asked, problems, prompts, scorer, chosen.pass_reward, alone), lines
 
 

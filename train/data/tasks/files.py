@@ -48,7 +48,7 @@ def find_files(paths: str | Sequence[str]) -> list[Path]:
         if not os.path.lexists(text) and glob.has_magic(text):
             matches = sorted(map(Path, glob.glob(text)))
             if not matches:
-                raise ValueError(f"{text}: no file matches the pattern; expected rows as {FORMATS}")
+                raise ValueError(f"{text}: no file matches the pattern")
         for path in matches:
             try:
                 files += _files_in(path) if os.path.isdir(path) else [path]
@@ -67,10 +67,7 @@ def _files_in(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         state = json.loads((folder / "state.json").read_text())
         if state.get("_indices_data_files") or state.get("_indices_files"):
-            raise ValueError(
-                f"{folder}: it was saved with an order of rows in files of its own, as old "
-                "versions of datasets did; load it, and save it again after flatten_indices()"
-            )
+            raise ValueError(f"{folder}: it has an order of rows; use flatten_indices()")
         return [folder / file["filename"] for file in state["_data_files"]]
     files = sorted(
         path
@@ -81,9 +78,8 @@ def _files_in(folder: Path) -> list[Path]:
     if not files or len(splits) > 1:
         inside = ", ".join(sorted(splits or (path.name for path in folder.iterdir())))
         raise ValueError(
-            f"{folder}: expected a directory with files of rows (.jsonl, .json, .parquet or "
-            f".arrow, each perhaps .gz) of one split, got {inside or 'an empty one'}; name one, by "
-            "a pattern such as DIR/*train*, and another as data.heldout_path"
+            f"{folder}: expected .jsonl, .json, .parquet or .arrow files, each perhaps .gz, of one "
+            f"split, got {inside or 'none'}; name one, by a pattern such as DIR/*train*"
         )
     return files
 
@@ -131,8 +127,7 @@ def open_file(path: Path) -> BinaryIO:
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"{path}: no such file; expected rows as {FORMATS} (set data.path and "
-            "data.heldout_path)"
+            f"{path}: no such file; expected rows as {FORMATS} (data.path, data.heldout_path)"
         )
     if not path.is_file():
         raise InputFileError(f"{path}: expected a file, which is read more than once, got none")

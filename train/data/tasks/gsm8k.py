@@ -1,7 +1,7 @@
 """GSM8K's rows: `question`, and `answer` with the working first and `#### n` last.
 
-Without the mark the whole column is the answer, which may be a number. `data.strip_calculator`
-removes annotations such as `<<48/2=24>>` from demonstrations.
+Without the mark the whole column is the answer, which may be a number. Demonstrations
+have no annotations such as `<<48/2=24>>`.
 """
 
 from typing import Any

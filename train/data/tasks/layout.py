@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from specjax.error_text import shortened
 from train.rewards.answers.extract import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
@@ -33,13 +34,6 @@ HELDOUT_SHARE = 16
 def split_of(question: str) -> str:
     """The split that a question belongs to, from the CRC-32 of its text."""
     return SPLITS[zlib.crc32(question.encode()) % HELDOUT_SHARE == 0]
-
-
-def check_split(split: str) -> str:
-    """Returns `split`, or raises ValueError if there is no such split."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; expected one of {', '.join(SPLITS)}")
-    return split
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class GeneratedProblems(Sequence):
     """
 
     def __init__(self, cfg: Any, split: str):
-        self.cfg, self.split = cfg, check_split(split)
+        self.cfg, self.split = cfg, split
 
     def __len__(self) -> int:
         return self.cfg.train_size if self.split == "train" else self.cfg.heldout_size
@@ -190,7 +184,7 @@ def answers_of(value: Any, column: str) -> list[str]:
       RowError: the value is anything else, or an empty list.
     """
     if isinstance(value, str) and _JSON_LIST.match(value):
-        value = _from_json(value)
+        value = _parsed(value)
     values = value if isinstance(value, (list, tuple)) else [value]
     while len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
@@ -204,12 +198,6 @@ def answers_of(value: Any, column: str) -> list[str]:
 
 
 _JSON_LIST = re.compile(r'\s*\[\s*"')  # `[1, 2]` is an interval
-
-
-def _from_json(text: str) -> str | list[str]:
-    values = _parsed(text)
-    is_list = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return values if is_list else text
 
 
 def _answer(value: Any) -> str | None:
@@ -374,5 +362,4 @@ def others(row: Row, *used: str) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value), 80)

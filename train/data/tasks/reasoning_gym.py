@@ -5,7 +5,7 @@ are the entries after the last of training. A training problem whose question is
 to a later entry, so that the splits share no question.
 
 Completions are scored by the data set's own `score_answer`, which gives parts of a point for some
-tasks. It is given what `final_part` finds.
+tasks. It is given what `last_part` finds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from train.data.tasks.layout import GeneratedProblems, Problem
-from train.rewards.answers.extract import final_answer, tagged_answer
+from train.rewards.answers.extract import last_part
 
 if TYPE_CHECKING:
     from train.schema import DataConfig
@@ -112,19 +112,6 @@ def _data_set(name: str, arguments: str, seed: int):
         ) from error
 
 
-def final_part(completion: str) -> str | None:
-    """Returns what is scored of a completion; None for one without text.
-
-    It is what `tagged_answer` of `train.rewards.answers.extract` finds, else what `final_answer`
-    finds, else the last line that is not empty.
-    """
-    for read in (tagged_answer, final_answer):
-        if (answer := read(completion)) is not None:
-            return answer
-    lines = [line.strip() for line in completion.splitlines() if line.strip()]
-    return lines[-1] if lines else None
-
-
 def score(
     completion: str, answer: str, entry: Mapping[str, Any], dataset: str, dataset_args: str
 ) -> float:
@@ -137,4 +124,4 @@ def score(
       dataset: name of the data set.
       dataset_args: its arguments, as JSON.
     """
-    return float(_data_set(dataset, dataset_args, 0).score_answer(final_part(completion), entry))
+    return float(_data_set(dataset, dataset_args, 0).score_answer(last_part(completion), entry))

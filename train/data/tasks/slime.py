@@ -10,37 +10,26 @@ from train.data.tasks import layout
 from train.data.tasks.prompt import GOLD_COLUMNS, read_prompt
 
 
-def _recognises(columns) -> bool:
-    """Whether rows have a `label` that is a gold answer, and no mark of a given completion."""
-    columns = set(columns)
-    return (
-        "label" in columns
-        and bool({"prompt", "messages"} & columns)
-        and not {"completion", *GOLD_COLUMNS} & columns
-    )
-
-
 def _read(row: layout.Row) -> layout.Example:
     label, metadata = row.get("label"), row.get("metadata")
     if metadata is not None and not isinstance(metadata, Mapping):
         raise layout.RowError(
             f"column 'metadata': expected a mapping, got {layout.shown(metadata)}"
         )
-    if row.get("prompt") is not None:
-        prompt = read_prompt(row)
-    else:
-        prompt = layout.up_to_answer(
-            layout.messages_of(row.get("messages"), "messages"), "messages"
-        )
+    prompt = read_prompt(row, "messages" if row.get("prompt") is None else "prompt")
     columns = {**(metadata or {}), **layout.others(row, "prompt", "messages")}
-    return layout.Example(
-        prompt, "" if label is None else layout.gold_of(label, "label"), None, columns
-    )
+    gold = "" if label is None else layout.gold_of(label, "label")
+    return layout.Example(prompt, gold, None, columns)
 
 
+# A gold answer, and no mark of a given completion.
 TASK = layout.Layout(
     name="slime",
     columns="prompt or messages, label",
-    recognises=_recognises,
+    recognises=lambda columns: (
+        "label" in columns
+        and not {"prompt", "messages"}.isdisjoint(columns)
+        and {"completion", *GOLD_COLUMNS}.isdisjoint(columns)
+    ),
     read=_read,
 )

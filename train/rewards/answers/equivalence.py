@@ -1,53 +1,36 @@
-"""Decides whether two answers are the same.
+"""Decides whether two answers are the same: numbers, choices, words, and formulas by math-verify.
 
-Rules for the structure of an answer come first, because a bare LaTeX string does not tell the
-library whether it is a list, a tuple, a relation or words:
+    5 apples, 50%, 1,234    numbers with units (see `quantity`)
+    (B); A and D            letters of choices, in any order
+    June 20, Evelyn         words without regard to case, quotes and commas; numbers, operators and
+                            brackets among them count; lists in any order
+    x=1, y=2                is (1,2): the values in the order of the names
+    1101_2; 3:4; 6:15; y'   what math-verify misreads, and formulas with a letter in both cases, are
+                            the same if they are written the same
+    2+3, 6 \\cdot 7          arithmetic that was not carried out is right only if the gold answer is
+                            such arithmetic, too
+    anything else           as math-verify says, but a tuple or an interval is no set and no list
 
-    x=5; (x,y)=(1,2)      names on the left count only if both answers have them, and give the
-                          order of values without names: `y=1, x=2` is (2,1)
-    x \\ge 5; 1<x<3        compared as sets, also with intervals; not with a bound alone
-    3, 5, 7; 2 or 3       lists in any order, complete; so are sets {1, 2}
-    (1,2); [1,2); <1,2>   in order, with the same brackets: `1, 2` is no point
-    1101_2; A3_{16}       digits and base: digits without a base are decimal, so neither `1101`
-                          nor `13` is `1101_2`
-    3:4; 1:2:3            ratios, by proportion
-    6:15; 6:15 p.m.       a gold answer that may be a time of day is one, and no ratio
-    5 apples, 50%, 1,234  numbers, exactly or rounded (see `quantity`)
-    2+3, 6 \\cdot 7        arithmetic that was not carried out is right only if the gold answer is
-                          such arithmetic, too
-    (B), June 20, Evelyn  words without regard to case, quotes and commas; numbers, signs,
-                          operators and brackets among them count
-    (D) 12                a choice and its text: either is enough, both have to be right
-
-The parts between commas, brackets and relation signs are compared by `formulas`.
-
-sympy may run forever on a policy's text: `train.rewards.builtin` calls this in a process that is
-ended when the time is up.
+sympy may run forever on a policy's text: worker processes that call this are ended when the time is
+up.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 import re
-from collections.abc import Sequence
-from fractions import Fraction
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
 
 from train.rewards.answers.extract import LONGEST
-from train.rewards.answers.formulas import same_equation, same_formula, same_sets
-from train.rewards.answers.latex import (
-    COMMA,
-    ORDER,
-    Brackets,
-    brackets_of,
-    clean,
-    elements_of,
-    is_assignment,
-    relation_of,
-    split,
-    squeezed,
-    unwrapped,
-)
-from train.rewards.answers.quantity import read_quantity, split_unit, without_thousands
+from train.rewards.answers.latex import TEXT_COMMAND, clean, is_balanced, squeezed, unwrapped
+from train.rewards.answers.quantity import read_quantity, split_unit, unit_name, without_thousands
+
+# The library warns that its timeouts are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def same_answer(gold: str, found: str) -> bool:
@@ -55,347 +38,141 @@ def same_answer(gold: str, found: str) -> bool:
     if max(len(gold), len(found)) > LONGEST:
         return False
     gold, found = clean(gold), clean(found)
+    if labelled := _LABELLED.fullmatch(gold):
+        either = any(same_answer(part, found) for part in labelled.groups())
+        return either or squeezed(gold) == squeezed(found)
+    if not (gold and found and _is_whole(gold) and _is_whole(found)):
+        return False
     if squeezed(gold) == squeezed(found):  # `100,200` may be a number, and `100, 200` a list
         found = gold
     gold, found = without_thousands(gold), without_thousands(found)
-    return bool(gold and found) and _same(gold, found)
+    numbers = read_quantity(gold), read_quantity(found)
+    if all(numbers):
+        return numbers[0].equals(numbers[1])
+    choices = _letters(gold), _letters(found)
+    if all(choices):
+        return choices[0] == choices[1]
+    if _is_text(gold) or _is_text(found):
+        mine, theirs = _words(gold), _words(found)
+        return mine == theirs or " ".join(mine) == " ".join(theirs)
+    if _is_misread(gold, found):
+        return gold == found
+    return _is_undone(gold) >= _is_undone(found) and _same_formula(gold, found)
 
 
-def _same(gold: str, found: str) -> bool:
-    """Compares by the first of `_KINDS` that applies; as formulas if none does."""
-    for kind in _KINDS:
-        verdict = kind(gold, found)
-        if verdict is not None:
-            return verdict
-    if _is_undone(found) and not _is_undone(gold):
-        return False
-    return same_formula(gold, found)
+# A choice with its text, as `\\textbf{(D)}\\ 12`: either is enough.
+_LABELLED = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+)
 
 
-def _matches(gold: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether two lists have the same elements in any order."""
-    left = list(found)
-    if len(gold) != len(left):
-        return False
-    for element in gold:
-        place = next((i for i, other in enumerate(left) if _same(element, other)), None)
-        if place is None:
-            return False
-        del left[place]
-    return True
+def _is_whole(text: str) -> bool:
+    return is_balanced(text) and not re.search(r"[=<>]\s+[=<>]", text)
 
 
-def _in_order(gold: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether two lists have the same elements in the same order."""
-    return len(gold) == len(found) and all(map(_same, gold, found))
+_SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b)\s*")
 
 
-def _is_undone(text: str) -> bool:
-    """Whether a text is arithmetic of numerals that was not carried out: `2+3`."""
-    text = split_unit(text)[0]
-    return bool(_ARITHMETIC.fullmatch(text) and _OPERATION.search(text))
+def _letters(text: str) -> list[str]:
+    """The letters of `(C)`, `\\text{C}` or `A and D`, in order; none if it is no choice."""
+    parts = _SEPARATOR.split(unwrapped(text))
+    letters = [re.fullmatch(r"\(\s*([A-Z])\s*\)|([A-Z])", part) for part in parts]
+    return sorted(m[1] or m[2] for m in letters) if all(letters) else []
+
+
+_SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
+_FORMULA_WORDS = frozenset("and mod gcd lcm max min".split())
+
+
+def _is_text(text: str) -> bool:
+    """Whether an answer is words and no formula."""
+    bare = unwrapped(text)
+    if bare.casefold() in _SHORT_WORDS:
+        return True
+    words = {word.lower() for word in re.findall(r"[^\W\d_]{3,}", bare)}
+    return not re.search(r"[\\{=<>]", bare) and bool(words - _FORMULA_WORDS)
+
+
+def _words(text: str) -> list[str]:
+    """The elements of a list of words, or a single one, sorted and without what does not count."""
+    text = re.sub(r"[\"!?]|(?<!\d)\.|\.(?!\d)|(?<!\w)'|'(?!\w)", "", unwrapped(text).casefold())
+    text = re.sub(r"\s*([^\w\s,;])\s*", r"\1", text)
+    return sorted(_SEPARATOR.split(" ".join(text.split())))
+
+
+# Two numbers side by side, bases, ratios, times of day, derivatives, congruences, endless lists.
+_MISREAD = re.compile(r"(?<!_)\d\s+\d|\d\s*[_:]\s*[\d{]|'|\\(?:prime|equiv|dots)(?![a-zA-Z])")
+
+
+_WORD = re.compile(r"\\?[a-zA-Z]+")
+
+
+def _is_misread(*texts: str) -> bool:
+    """Whether math-verify would take different answers for one: it reads `1 2` and `1_2` as 12, and
+    `R - r` as 0."""
+    letters = {word for text in texts for word in _WORD.findall(TEXT_COMMAND.sub("", text))}
+    letters = {letter for word in letters if word[0] != "\\" for letter in word}
+    both = any(letter.isupper() and letter.lower() in letters for letter in letters)
+    return both or any(map(_MISREAD.search, texts))
 
 
 _ARITHMETIC = re.compile(
     r"(?:[\d.+\-*/(){}%\s]|\\(?:cdot|times|div|frac)(?![a-zA-Z])|\\%)+", re.ASCII
 )
 _OPERATION = re.compile(r"[\d)}%]\s*[-+]|\*|\\(?:cdot|times)|[\d)]\s*\(")
-# Digits and their base. A single letter is a numeral only with a base of 16 or more.
-_NUMERAL = re.compile(
-    r"\(?(-?(?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
-    r"(?:\{\s*(?:\\text\s*\{)?\s*(?:base)?\s*(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))"
+
+
+def _is_undone(text: str) -> bool:
+    """Whether a text is arithmetic of numerals that was not carried out: `2+3`."""
+    parts = split_unit(text)[0].split(",")
+    values = [part.rpartition("=")[2].strip("()[] ") for part in parts]
+    return any(_ARITHMETIC.fullmatch(value) and _OPERATION.search(value) for value in values)
+
+
+_CONFIG = LatexExtractionConfig(
+    boxed_match_priority=-1,
+    # `split_unit` removes the unit; the library would take the t of `2x+3t` for one.
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+    ),
 )
-_BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
+_NAMED = re.compile(r"\s*(\\?[a-zA-Z]\w*)\s*=([^,=<>]+)(?:,|$)")
+# `2\frac{1}{3}\pi` is 7/3 of pi.
+_MIXED = re.compile(r"(?<![\d.^_}\w)])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")
+_SUM = r"(\1+\\frac{\2}{\3})"
 
 
-def _same_numerals(gold: str, found: str) -> bool | None:
-    """Compares `1101_2` with anything; None if neither has a base."""
-    numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
-    if not any(numerals):
-        return None
-    bases = [m and (m[2] or m[3]) for m in numerals]
-    bases = [_BASES.get(base, base) for base in bases]
-    return all(numerals) and numerals[0][1] == numerals[1][1] and bases[0] == bases[1]
-
-
-_LABELLED = re.compile(
-    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
-)
-_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
-
-
-def _choice(text: str) -> tuple[list[str], str]:
-    """The letters of `(C)`, `\\text{C}`, `(A), (C)` or `\\textbf{(D)} 12`, and the text behind."""
-    if labelled := _LABELLED.fullmatch(text):
-        return [labelled[1]], labelled[2]
-    letters = [_CHOICE.fullmatch(part) for part, _ in split(unwrapped(text), COMMA)]
-    return ([m[1] or m[2] for m in letters], "") if all(letters) else ([], text)
-
-
-def _is_marked(text: str) -> bool:
-    """Whether a capital letter is in parentheses or `\\text`, and hence no variable."""
-    return unwrapped(text) != text or text.startswith("(") or text.endswith(")")
-
-
-def _same_choice(gold: str, found: str) -> bool | None:
-    """Compares letters of choices: `(C)`, `A and D` in any order, or a letter with its text; None
-    if one side is no choice."""
-    (mine, my_text), (theirs, their_text) = _choice(gold), _choice(found)
-    if not (mine or theirs) or not (mine and theirs or my_text and their_text):
-        return None
-    if not (my_text or their_text) and not (_is_marked(gold) or _is_marked(found)):
-        return None  # variables, perhaps
-    if mine and theirs and sorted(mine) != sorted(theirs):
+def _same_formula(gold: str, found: str) -> bool:
+    (gold, unit), (found, other) = split_unit(gold), split_unit(found)
+    if unit and other and unit_name(unit) != unit_name(other):
         return False
-    return _same(my_text, their_text) if my_text and their_text else True
-
-
-_SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
-
-
-def _same_short_words(gold: str, found: str) -> bool | None:
-    """Compares words that are as short as products of variables; None if one is no such word."""
-    words = {unwrapped(text).casefold() for text in (gold, found)}
-    return len(words) == 1 if words <= _SHORT_WORDS else None
-
-
-_VARIABLE = re.compile(r"(\\?[a-zA-Z]|\\[a-z]+)(?:_\{?(\d{1,3})\}?)?")
-
-
-def _named(text: str) -> dict[str, str] | None:
-    """{name: value} of several different names; None if there are none.
-
-    Variables of one letter are in the order of the alphabet and of their indices, other names in
-    the order in which they are written.
-    """
-    relation = relation_of(text)
-    if relation and len(relation) == 2 and is_assignment(relation):
-        names, values = (brackets_of(side) for side, _ in relation)
-        if not names or not values or len(names.elements) != len(values.elements):
-            return None
-        pairs = list(zip(names.elements, values.elements, strict=True))
-    else:
-        relations = [relation_of(part) for part, _ in split(text, COMMA)]
-        if len(relations) < 2 or not all(r and len(r) == 2 and is_assignment(r) for r in relations):
-            return None
-        pairs = [(r[0][0], r[1][0]) for r in relations]
-    pairs = [(squeezed(name), value) for name, value in pairs]
-    if len({name for name, _ in pairs}) < len(pairs) or any("(" in name for name, _ in pairs):
-        return None
-    keys = [_VARIABLE.fullmatch(name) for name, _ in pairs]
-    if all(keys):
-        order = [(key[1], int(key[2] or 0)) for key in keys]
-        pairs = [pair for _, pair in sorted(zip(order, pairs, strict=True))]
-    return dict(pairs)
-
-
-def _same_names(gold: str, found: str) -> bool | None:
-    """Compares `x=1, y=2` and `(x,y)=(1,2)` with each other, or with values without names, which
-    are in the order of the names; None if neither has several names."""
-    mine, theirs = _named(gold), _named(found)
-    if mine is None and theirs is None:
-        return None
-    if mine is not None and theirs is not None:
-        return mine.keys() == theirs.keys() and all(_same(mine[n], theirs[n]) for n in mine)
-    bare = _collection(found if theirs is None else gold)
-    if bare is None or bare[:2] not in (("", ""), ("(", ")")):
+    named = _values(gold), _values(found)
+    if bool(named[0]) != bool(named[1]):
+        gold, found = named[0] or gold, named[1] or found
+    mine, theirs = _parsed(gold), _parsed(found)
+    tuples = (sympy.Tuple, sympy.Interval)
+    for one, other in ((mine, theirs), (theirs, mine)):
+        if isinstance(one, tuples) and isinstance(other, sympy.FiniteSet):
+            return False
+    if mine is None or theirs is None:
         return False
-    return _in_order(
-        bare.elements if mine is None else list(mine.values()),
-        bare.elements if theirs is None else list(theirs.values()),
-    )
+    return verify([mine], [theirs], allow_set_relation_comp=True, timeout_seconds=None)
 
 
-_UNION = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
+def _values(text: str) -> str:
+    """The tuple of the values of `x=1, y=2` in the order of the names; "" for anything else."""
+    pairs = _NAMED.findall(text)
+    if len({name for name, _ in pairs}) < 2 or _NAMED.sub("", text).strip():
+        return ""
+    return f"({','.join(value for _, value in sorted(pairs))})"
 
 
-def _same_relations(gold: str, found: str) -> bool | None:
-    """Compares relations, and unions of sets, with anything; None if neither is one."""
-    mine, theirs = relation_of(gold), relation_of(found)
-    if not (mine or theirs or _UNION.search(f"{gold} {found}")):
-        return None
-    if mine and is_assignment(mine):
-        if theirs is None:
-            return _same(mine[-1][0], found)
-        if is_assignment(theirs):
-            same_name = squeezed(mine[0][0]) == squeezed(theirs[0][0])
-            if same_name:
-                return _same(mine[-1][0], theirs[-1][0])
-            # `y=x` and `x=y`
-            return len(mine) == len(theirs) == 2 and same_equation(mine, theirs)
-    elif mine is None and theirs and all(sign not in ORDER for _, sign in theirs):
-        if is_assignment(theirs):
-            theirs = theirs[1:]
-        # `2+3=5` says 5, `x+1=5` does not
-        *steps, last = [part for part, _ in theirs]
-        return _same(gold, last) and all(_same(gold, s) or same_formula(gold, s) for s in steps)
-    if (verdict := same_sets(gold, found)) is not None:
-        return verdict
-    if not (mine and theirs and len(mine) == len(theirs) == 2):
-        return False if mine or theirs else None
-    if mine[0][1] == theirs[0][1] and all(
-        _same(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)
-    ):
-        return True
-    return same_equation(mine, theirs) or same_formula(gold, found)
-
-
-def _same_quantities(gold: str, found: str) -> bool | None:
-    """Compares numbers with units; None if one is no number."""
-    mine, theirs = read_quantity(gold), read_quantity(found)
-    return mine.equals(theirs) if mine and theirs else None
-
-
-_CLOCK = re.compile(
-    r"(?P<hour>\d{1,2})(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
-    r"(?:\s*(?P<half>[ap])\.?\s?m\.?)?",
-    re.IGNORECASE | re.ASCII,
-)
-
-
-def _time(text: str) -> tuple[int, str, bool] | None:
-    """Reads `6:15`, `18:15:30`, `6:15 p.m.` and `6 PM`; None if it is no time of day.
-
-    Returns:
-      seconds since midnight, the half of the day if it is written, and whether it is written with
-      an hour that both halves have.
-    """
-    match = _CLOCK.fullmatch(unwrapped(text))
-    if match is None:
-        return None
-    hour, minute, second = (int(match[name] or 0) for name in ("hour", "minute", "second"))
-    half = (match["half"] or "").lower()
-    if (not half and match["minute"] is None) or hour > 24 or (half and not 1 <= hour <= 12):
-        return None
-    is_either = not half and 1 <= hour <= 12
-    if half:
-        hour = hour % 12 + 12 * (half == "p")
-    return hour * 3600 + minute * 60 + second, half, is_either
-
-
-def _same_times(gold: str, found: str) -> bool | None:
-    """Compares a gold time of day with a time, a ratio or a number; None if it is none.
-
-    The half of the day counts if both give one. `5:12` may be a ratio in lowest terms, so it may be
-    given as a fraction.
-    """
-    mine, theirs = _time(gold), _time(found)
-    if mine is None:
-        return None
-    if theirs is not None:
-        one_says = bool(mine[1]) != bool(theirs[1]) and (mine[2] or theirs[2])
-        return (mine[0] - theirs[0]) % (43_200 if one_says else 86_400) == 0
-    may_be_ratio = math.gcd(*map(int, re.findall(r"\d+", gold))) == 1 and not _ratio(found)
-    return None if mine[1] or may_be_ratio else False
-
-
-_FORMULA_WORDS = frozenset(
-    "and sin cos tan cot sec csc log exp sqrt frac mod gcd lcm max min".split()
-)
-
-
-def _is_text(text: str) -> bool:
-    """Whether a text is words and no formula."""
-    if text == "\\dots":
-        return True
-    bare = unwrapped(text)
-    if "\\" in bare or "{" in bare or relation_of(text):
-        return False
-    if re.search(r"\d\s*(?:[ap]\.?\s?m\b\.?)", bare, re.IGNORECASE):  # a time of day
-        return True
-    words = [w.lower() for w in re.findall(r"[^\W\d_]{2,}", bare)]
-    if bare != text and words and not re.search(r"[-+*/^=]", bare):
-        return True
-    return any(len(word) >= 3 and word not in _FORMULA_WORDS for word in words)
-
-
-# Skipped: commas, quotes, hyphens within words, and periods or colons after words.
-_TOKEN = re.compile(
-    r"(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<word>[^\W\d_]+(?:[.'][^\W\d_]+)*(?:(?<=[^\W\d_]{2})')?)"
-    r"(?:[.:]|(?<=[^\W\d_]{2})[-!](?=[^\W\d_]{2}|$))?|[,;\"\s]|(?<!\S)'|'(?!\S)|\.$"
-    r"|(?P<sign>.)",
-    re.DOTALL,
-)
-
-
-def _words(text: str) -> list[str | Fraction]:
-    """The words of a text in lower case, with numbers, operators and brackets between them."""
-    found: list[str | Fraction] = []
-    for token in _TOKEN.finditer(unwrapped(text).casefold().replace("\\%", "%")):
-        if token["number"]:
-            found.append(Fraction(token["number"]))
-        elif token["word"]:
-            found.append(re.sub(r"[.'\"]", "", token["word"]))
-        elif token["sign"]:
-            found.append(token["sign"])
-    return [word for word in found if word != "and"]
-
-
-def _same_texts(gold: str, found: str) -> bool | None:
-    """Compares words, or lists of them, with anything; None if neither is words."""
-    if not (_is_text(gold) or _is_text(found)):
-        return None
-    if _words(gold) == _words(found):
-        return True
-    mine, theirs = elements_of(unwrapped(gold)), elements_of(unwrapped(found))
-    return mine is not None and theirs is not None and _matches(mine, theirs)
-
-
-def _collection(text: str) -> Brackets | None:
-    """Reads a tuple, interval or set, or a list without brackets."""
-    elements = elements_of(text)
-    return brackets_of(text) if elements is None else Brackets("", "", elements)
-
-
-def _same_collections(gold: str, found: str) -> bool | None:
-    """Compares lists and sets, which have no order, tuples and intervals, and {5} with 5; None if
-    neither is one of them."""
-    mine, theirs = _collection(gold), _collection(found)
-    if mine and theirs:
-        if {mine.left, theirs.left} <= {"", "\\{"}:
-            return _matches(mine.elements, theirs.elements)
-        return mine[:2] == theirs[:2] and _in_order(mine.elements, theirs.elements)
-    if not (mine or theirs):
-        return None
-    left, _, elements = mine or theirs
-    return left == "\\{" and len(elements) == 1 and _same(elements[0], found if mine else gold)
-
-
-def _ratio(text: str) -> list[str] | None:
-    """The terms of `1:2:3`; None if it is no ratio."""
-    parts = [part for part, _ in split(text, re.compile(r":"))]
-    return parts if len(parts) > 1 and all(parts) else None
-
-
-def _proportional(gold: list[str], found: list[str]) -> bool:
-    """Whether two ratios have the same number of terms, in the same proportions."""
-    if len(gold) != len(found):
-        return False
-    return all(
-        same_formula(f"({a}) \\cdot ({d})", f"({c}) \\cdot ({b})")
-        for a, b, c, d in zip(gold, gold[1:], found, found[1:], strict=False)
-    )
-
-
-def _same_ratios(gold: str, found: str) -> bool | None:
-    """Compares ratios; None if neither is one, or for a ratio of two numbers with a number."""
-    mine, theirs = _ratio(gold), _ratio(found)
-    if mine and theirs:
-        return _proportional(mine, theirs)
-    return False if (mine or theirs) and len(mine or theirs) > 2 else None
-
-
-# The kinds of answers. Each function says whether two answers are the same, or None if it does not
-# apply to them; the first that applies decides.
-_KINDS = (
-    _same_numerals,
-    _same_choice,
-    _same_short_words,
-    _same_names,
-    _same_relations,
-    _same_quantities,
-    _same_times,
-    _same_texts,
-    _same_collections,
-    _same_ratios,
-)
+def _parsed(text: str) -> Any:
+    """The sympy expression, set or relation of a formula; None if it does not parse."""
+    latex = f"${_MIXED.sub(_SUM, text)}$"
+    [read] = parse(latex, [_CONFIG], fallback_mode="no_fallback", parsing_timeout=None) or [None]
+    parts = getattr(read, "args", ())
+    inequalities = [isinstance(x, sympy.Rel) and not isinstance(x, sympy.Eq) for x in parts]
+    if " or " in text and parts and all(inequalities):
+        return sympy.Union(*(part.as_set() for part in parts))
+    return read

@@ -3,6 +3,9 @@
 The answer of a completion is the content of the last `\\boxed{}` or `\\fbox{}` with balanced
 braces; else the text after the last `####`, unless that line is a heading (more text follows on
 later lines); else the text after the last "answer is" or "answer:".
+
+The letter of a multiple-choice answer is the one that it begins with: `B`, `(B)`, `b)`, `**B**`,
+`B. Paris`, `\\text{B}`, `option B`. An answer of several letters, such as `A, C`, has none.
 """
 
 from __future__ import annotations
@@ -12,12 +15,8 @@ from typing import Any
 
 ANSWER_MARK = "####"
 LONGEST = 1000  # characters; a longer text is not parsed and counts as no answer
-# `\{` is no grouping brace. `\boxed 5` is a box as in TeX, but holds all digits that follow.
-_TOKEN = re.compile(
-    r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox)\s+(?P<bare>[^\s${}\\]+)"
-    r"|(?P<escaped>\\.)|(?P<open>\{)|(?P<close>\})",
-    re.DOTALL,
-)
+# `\{` is no grouping brace.
+_TOKEN = re.compile(r"(?P<open>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\\.|(?P<close>\})", re.DOTALL)
 _NOT_SPACE = re.compile(r"\S")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(r"\banswer(?:\s{1,20}is\b|[\s*]{0,20}:)[\s:*=]*", re.IGNORECASE)  # linear
@@ -44,16 +43,9 @@ def boxed(text: str) -> str | None:
     """
     found, opened = None, []  # open braces: (start of their content, whether they are a box's)
     for token in _TOKEN.finditer(text):
-        kind = token.lastgroup
-        if kind == "box":
-            opened.append((token.end(), True))
-        elif kind == "open":
-            opened.append((token.end(), False))
-        elif kind == "bare":
-            start = token.start("bare")
-            if content := token["bare"].rstrip(".,;"):
-                found = start, start + len(content)
-        elif kind == "close" and opened:
+        if token["open"]:
+            opened.append((token.end(), token["box"]))
+        elif token["close"] and opened:
             start, is_box = opened.pop()
             if is_box and _NOT_SPACE.search(text, start, token.start()):
                 found = start, token.start()
@@ -73,6 +65,14 @@ def tagged_answer(text: str) -> str | None:
         return None
     found = boxed(tagged[-1])
     return tagged[-1].strip() if found is None else found
+
+
+def last_part(completion: str) -> str | None:
+    """The last `tagged_answer`, else the `final_answer`, else the last line that is not empty."""
+    for read in (tagged_answer, final_answer):
+        if (answer := read(completion)) is not None:
+            return answer
+    return next((x.strip() for x in reversed(completion.splitlines()) if x.strip()), None)
 
 
 def final_answer(completion: str) -> str | None:
@@ -146,3 +146,47 @@ def stated_gold(answer: str) -> str:
 
 
 _ANNOUNCED = re.compile(r"\W{0,9}(?:the )?(?:final |correct )?answer\b", re.IGNORECASE)
+
+
+# --- multiple choice -----------------------------------------------------------------------------
+
+_MACRO = r"(?:\\(?:text|mathrm|textbf)\s*\{)?"
+_BEFORE = r"[\s*_$\"'`]*(?:(?i:option|choice|answer)\b\W{0,5})?" + _MACRO
+_LETTER = re.compile(
+    _BEFORE + r"(?:[(\[{]\s*([A-Z])\s*[)\]}]"  # (B)
+    r"|([A-Z])\s*(?:[).:,;}\]*_$\"'`-]|$)"  # B. B) B: **B**
+    r"|([B-HJ-Z])\s(?!\s*[=<>^])"  # B because .., but not E = mc^2
+    r"|([AI])\s+(?:because|since|as|is|and|or)\b"  # for a sentence may begin with A and I
+    r"|[(\[]\s*([a-z])\s*[)\]](?!\w)"  # (b) Paris
+    r"|([a-z])\s*[).:](?=\s|$)"  # b. Paris
+    r")|[\s*_$\"'`]*(?i:option|choice)\s+([a-z])(?![\w'])"  # option b
+)
+_ALONE = re.compile(r"\W*([a-z])\W*")  # b, (b), b.
+# What follows a letter if the answer has further letters: `A, C`, `B or C`, `(A) and (C)`, `B C`.
+_FURTHER = re.compile(
+    r"(?:[\s)\]}*_$\"'`.]*(?:\\?[,;&/+]|\b(?:and|or)\b)(?:[\s\\,;&/+]|and\b|or\b)*|\s*[)\]]\s*(?=[(\[])|\s+)"
+    r"(?:(?i:options?|choices?)\b\W{0,5})?[\s*_$\"'`]*" + _MACRO + r"(?:[(\[{]\s*[A-Za-z]\s*[)\]}]"
+    r"|[B-HJ-Z](?![\w'])|[AI](?![\w']|\s+(?!and\b|or\b)[a-z]))"
+)
+
+
+def letter_of(text: str) -> str | None:
+    """The letter that an answer begins with, as a capital.
+
+    Returns:
+      The letter; None if the answer begins with none, or with several.
+    """
+    alone = _ALONE.fullmatch(text)
+    if alone:
+        return alone[1].upper()
+    text = " ".join(text.split())  # several spaces in a row would take quadratic time
+    found = _LETTER.match(text)
+    if found is None or _FURTHER.match(text, found.end(found.lastindex)):
+        return None
+    return found[found.lastindex].upper()
+
+
+def chosen_letter(completion: str) -> str | None:
+    """The letter of a completion's answer, the `last_part` of it; None if it has none."""
+    part = last_part(completion) or ""
+    return letter_of(final_answer(part) or part)
