@@ -155,8 +155,8 @@ def run(cfg: EvalConfig) -> dict[str, float]:
             samples.log_evaluation(
                 step or 0, name, problem_set.scorer.labels, evaluated.groups[name]
             )
-        rows = [{"metric": key, "value": float(value)} for key, value in metrics.items()]
-        log.summary_table(rows, title=named)
+    for key, value in metrics.items():
+        say(f"{key:<40} {value:.4g}")
     say(f"results: {out}, python -m train.view {out} shows them")
     return metrics
 

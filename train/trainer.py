@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ from train.data import rows
 from train.data.checks import held_out, read_inputs
 from train.heads.files import require_same_head, starting_head
 from train.heads.training import DraftTrainer, draft_metrics
-from train.loss.algo import preset_line
 from train.loss.flops import UpdateSpeed, training_devices
 from train.loss.packing import Sample, empty_batch, pack, padding_share
 from train.loss.terms import count_denominators, finalize_metrics, k1
@@ -70,26 +69,10 @@ from train.rollout.replicas import (
     write_telemetry,
 )
 from train.rollout.sets import problem_sets
-from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
+from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining
 from train.rollout_schema import SECTIONS
 from train.run.start import find_policy
 from train.schema import RLConfig
-
-
-class _Snapshot(NamedTuple):
-    """The state before a rollout, to restore if the step is abandoned.
-
-    Attributes:
-      rollouts: state of the rollouts.
-      head: weights of the head.
-      draft_opt: state of the head's optimizer.
-      controllers: states of the controllers of this process.
-    """
-
-    rollouts: dict[str, Any]
-    head: Params | None
-    draft_opt: Any
-    controllers: list[dict[str, Any]]
 
 
 class Trainer:
@@ -146,7 +129,7 @@ class Trainer:
             self.copies = copies_for(self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
-            lines = [settle_length(cfg, target), preset_line(cfg.algo)]
+            fitted = settle_length(cfg, target)
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
             inputs = read_inputs(cfg, self.tokenizer, named, target)
@@ -154,7 +137,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = [*filter(None, lines), *inputs.notes, *about_sets]
+        self.notes = [*([fitted] if fitted else []), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
@@ -220,7 +203,6 @@ class Trainer:
             places = [*map(HeadDevices, replica_drafts, first)]
         apart, context = inside and self.copies is not None, self.policy.context
         self.spot = SpotTraining(places, cfg.draft, apart, context)
-        self.notes.append(describe_spot(cfg, inside))
         if self.copies is not None and self.spot.in_rollouts:
             self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
         elif self.copies is None and len(self.engines) > 1:  # called often while replicas run
@@ -374,16 +356,19 @@ class Trainer:
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
         return groups, metrics
 
-    def _snapshot(self) -> _Snapshot:
-        """Keeps the state that a rollout changes; spot training leaves its input arrays valid."""
-        controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
-        return _Snapshot(self.rollouts.state(), self.head, self.draft_opt, controllers)
+    def _snapshot(self) -> tuple:
+        """Returns what a rollout changes: its state, controllers, the head and its optimizer.
 
-    def _undo_rollout(self, before: _Snapshot) -> None:
+        Spot training leaves its input arrays valid.
+        """
+        controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
+        return self.rollouts.state(), controllers, self.head, self.draft_opt
+
+    def _undo_rollout(self, before: tuple) -> None:
         """Restores the state before the rollout, and drops the rollout's records."""
-        self.rollouts.load_state(before.rollouts)
-        self.head, self.draft_opt = before.head, before.draft_opt
-        for engine, state in zip(self.engines, before.controllers, strict=True):
+        rollouts, controllers, self.head, self.draft_opt = before
+        self.rollouts.load_state(rollouts)
+        for engine, state in zip(self.engines, controllers, strict=True):
             engine.controller.load_state(state)
         if self.engine.telemetry is not None:
             self.engine.telemetry.clear()

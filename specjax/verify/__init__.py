@@ -14,11 +14,6 @@ chi-square: three tokens after a prompt follow the target's joint distribution, 
 
 from __future__ import annotations
 
-from specjax import interrupts
-
-if interrupts.is_run_as("specjax.verify"):  # handle Ctrl-C from here on
-    interrupts.begin("python -m specjax.verify")
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
