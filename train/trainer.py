@@ -225,8 +225,6 @@ class Trainer:
     def start_lines(self) -> list[str]:
         """Returns the lines about rollouts at start."""
         *lines, kernel = self._any_engine.start_lines()
-        if self.exact is not None:
-            lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def _compiling_line(self) -> str:
