@@ -39,7 +39,7 @@ from train.data import rows
 from train.data.checks import held_out, read_inputs
 from train.heads.files import require_same_head, starting_head
 from train.heads.training import DraftTrainer, draft_metrics
-from train.loss.flops import UpdateSpeed, training_devices
+from train.loss.flops import UpdateSpeed
 from train.loss.packing import Sample, empty_batch, pack, padding_share
 from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
@@ -168,7 +168,8 @@ class Trainer:
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.replica_meshes)
         self.policy, self.draft = built.policy, built.draft
-        self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
+        devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
+        self._speed = UpdateSpeed(self.model, devices)
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
         self._any_engine = built.engines[0]  # for settings; it may never run
