@@ -232,9 +232,8 @@ class Trainer:
         """Writes the line before `warm_up`, which may take minutes."""
         engines = [*self.engines, *self._plain_engines]
         count = sum(engine.programs().count(self._features) for engine in engines)
-        fewer = ""
-        if len(self._any_engine.runner.programs) > 1:
-            fewer = ", fewer in rollout.control.strategies"
+        several = len(self._any_engine.runner.programs) > 1
+        fewer = ", fewer in rollout.control.strategies" if several else ""
         return (
             f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
             f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
