@@ -44,7 +44,7 @@ from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, u
 from bench.record import RESULTS, alternate, figure, ratio_figure, report, write_result
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.control import OFF, ControlConfig, Observation, make_controller
+from specjax.control import OFF, ControlConfig, Observation, Static
 from specjax.control.config import DEFAULT_STRATEGIES
 from specjax.engine.engine import Engine
 from specjax.engine.request import Job, SampleOutput, make_jobs
@@ -256,7 +256,7 @@ class Bench:
             controller = self._goodput
             controller.load_state(copy.deepcopy(self._calibrated))
         else:
-            controller = make_controller("static", (OFF if arm == PLAIN else arm,))
+            controller = Static(OFF if arm == PLAIN else arm)
         engine.controller = Watch(controller)
         return engine
 

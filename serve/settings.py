@@ -15,7 +15,7 @@ from specjax.command_line import ConfigError
 from specjax.control.config import Speculation
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.parallel.sharding import offer_cpu_devices
-from specjax.settings import option, part, values_of
+from specjax.settings import named_in, option, part, values_of
 from specjax.shipped import find_shipped
 
 WARM_UP = {
@@ -144,8 +144,15 @@ class ServeConfig(ModelSettings):
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
-def load_llm(cfg: ServeConfig) -> LLM:
+SECTIONS = {"engine": EngineSection, "speculation": SpeculationSection}
+
+
+def load_llm(cfg: ServeConfig, sections: Mapping[str, type] = SECTIONS) -> LLM:
     """Loads the model and makes its engine; nothing has been compiled yet.
+
+    Args:
+      cfg: the settings of the server.
+      sections: sections of the user's keys, for messages.
 
     Raises:
       ConfigError: there is no such model, or the settings do not fit it.
@@ -171,7 +178,7 @@ def load_llm(cfg: ServeConfig) -> LLM:
     except UnsupportedModelError:
         raise
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(named_in(sections, error)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer, which would apply it")

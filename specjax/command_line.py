@@ -283,9 +283,7 @@ def _find(config: str) -> Path:
     path = find_shipped(config)
     if path.is_file():
         return path
-    shipped = {path.name for root in roots() for path in (root / "configs").glob("*.yaml")}
-    known = ", ".join(f"configs/{name}" for name in sorted(shipped))
-    raise ConfigError(f"--config: no file {config}; shipped: {known}")
+    raise ConfigError(f"--config: no file {config}; those of specjax are in {roots()[1]}/configs")
 
 
 def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:

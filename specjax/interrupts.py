@@ -59,11 +59,6 @@ def at_once(prog: str) -> Iterator[None]:
         _ready()
 
 
-def is_run_as(module: str) -> bool:
-    """Whether the process is `python -m module`, while the module's package is imported."""
-    return sys.argv[:1] == ["-m"] and module in sys.orig_argv
-
-
 def run(main: Callable[[], int | None]) -> None:
     """Runs a program whose imports are done, and exits with the status that it returns, or 0.
 

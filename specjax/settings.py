@@ -386,6 +386,13 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
+def named_in(sections: Mapping[str, type], error: Exception) -> str:
+    """The message of an error, with its section in front of the key that it begins with."""
+    first = re.match(r"\w*", str(error))[0]
+    of_key = [name for name, cls in sections.items() if first in cls.__dataclass_fields__]
+    return f"{of_key[0]}.{error}" if of_key else str(error)
+
+
 # --- effects --------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,15 @@ def observed(batch_size, strategy, per_round, seconds) -> Observation:
     accepted = np.full((len(per_round), width), -1, np.int64)
     for row, values in zip(accepted, per_round, strict=True):
         row[: len(values)] = values
-    return Observation(batch_size, strategy, accepted, seconds)
+    return chunk_of(batch_size, strategy, accepted, seconds)
+
+
+def chunk_of(batch_size, strategy, accepted, seconds, **more) -> Observation:
+    """A chunk whose tokens and rounds are those of `accepted` [R B], unless they are given."""
+    tokens, rounds = int((accepted + 1).sum()), int((accepted >= 0).any(axis=1).sum())
+    return Observation(
+        batch_size, strategy, accepted, seconds, **{"tokens": tokens, "rounds": rounds, **more}
+    )
 
 
 class Flips(Controller):

@@ -52,7 +52,7 @@ def loaded():
             )
         )
 
-    def load(cfg):
+    def load(cfg, sections):
         llm = once(cfg.model, cfg.speculation.strategy)
         llm.tokenizer.chat_template = cfg.chat_template
         return llm

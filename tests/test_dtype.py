@@ -101,7 +101,7 @@ def test_training_keeps_parameters_in_float32_and_computes_as_the_checkpoint(
 def test_training_is_in_float32_on_cpu_and_says_so(half, tmp_path):
     trainer = rl.Trainer(parse_config(RLConfig, [f"model={half}", f"out={tmp_path}/rl"])[0])
     assert trainer.model.run.compute_dtype == "float32"
-    assert "dtype.compute=bfloat16" in trainer.dtype_line
+    assert "(the checkpoint is in bfloat16)" in trainer.dtype_line
     section = DtypeSection()
     assert "would vanish" in section.settle("float16", "gpu")
     assert section.compute == "bfloat16"  # for gradients

@@ -35,7 +35,7 @@ from specjax.engine.programs import CompileProgress
 from specjax.engine.sources import head_class, load_source
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig
-from specjax.settings import option, within
+from specjax.settings import named_in, option, within
 from specjax.shipped import find_shipped
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -55,6 +55,7 @@ from train.rollout.evaluation import evaluate
 from train.rollout.replicas import join_engines
 from train.rollout.samples import SampleLog
 from train.rollout.sets import problem_sets
+from train.rollout_schema import SECTIONS
 from train.run.describe import describe_run
 from train.run.files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, complete_steps
 from train.run.live import sample_bar
@@ -131,7 +132,7 @@ def run(cfg: EvalConfig) -> dict[str, float]:
             )
         engine = join_engines(evaluation_engines(cfg, decoder, source, places), None)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(named_in(SECTIONS, error)) from error
     engine.set_params(loaded.policy, weights if engine.spec else None)
     for line in engine.engines[0].start_lines():
         say(line)
@@ -154,8 +155,8 @@ def run(cfg: EvalConfig) -> dict[str, float]:
             samples.log_evaluation(
                 step or 0, name, problem_set.scorer.labels, evaluated.groups[name]
             )
-        rows = [{"metric": key, "value": float(value)} for key, value in metrics.items()]
-        log.summary_table(rows, title=named)
+    for key, value in metrics.items():
+        say(f"{key:<40} {value:.4g}")
     say(f"results: {out}, python -m train.view {out} shows them")
     return metrics
 

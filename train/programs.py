@@ -11,7 +11,6 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -30,6 +29,7 @@ from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
+from specjax.settings import named_in
 from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
 from train.heads.losses import Sampling
@@ -38,6 +38,7 @@ from train.loss.logprobs import Transforms
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
 from train.rollout.draws import group_params
+from train.rollout_schema import SECTIONS
 from train.schema import RLConfig, as_run
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
@@ -69,14 +70,6 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     # tp grows.
     near = mesh if not several or roll.tp % cfg.mesh.tp == 0 else None
     return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices, near)
-
-
-class _Sizes(NamedTuple):
-    """The sizes of an engine: slots, the most prompt tokens, and the most tokens beyond these."""
-
-    batch: int
-    prompt: int
-    response: int
 
 
 def build_engines(
@@ -112,12 +105,9 @@ def build_engines(
             f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
         )
     plain = SpecConfig("off", invariant=roll.invariant)
-    sizes = _Sizes(roll.max_batch, roll.max_prompt_tokens, roll.max_tokens)
-    if speculate:
-        spec, control = roll.spec(), roll.control_config()
-        engines = _engines(cfg, model, meshes, sizes, spec, source, control)
-    else:
-        engines = _engines(cfg, model, meshes, sizes, plain, source)
+    sizes = roll.max_batch, roll.max_prompt_tokens, roll.max_tokens
+    spec, control = (roll.spec(), roll.control_config()) if speculate else (plain, None)
+    engines = _engines(cfg, model, meshes, sizes, spec, source, control)
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
         plain_engines = _engines(cfg, model, meshes, sizes, plain)
@@ -146,7 +136,7 @@ def evaluation_engines(
         spec, control = roll.spec(), roll.control_config()
     prompt = max(roll.max_prompt_tokens, *(entry.max_prompt_tokens for entry in sets))
     longest = max(roll.max_prompt_tokens + roll.max_tokens, *(entry.longest for entry in sets))
-    sizes = _Sizes(cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt)
+    sizes = cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt
     return _engines(cfg, model, meshes, sizes, spec, source, control)
 
 
@@ -154,7 +144,7 @@ def _engines(
     cfg: RLConfig,
     model: ModelConfig,
     meshes: Sequence[Mesh],
-    sizes: _Sizes,
+    sizes: tuple[int, int, int],
     spec: SpecConfig,
     source: Draft | None = None,
     control: ControlConfig | None = None,
@@ -165,11 +155,12 @@ def _engines(
       cfg: settings of the run.
       model: config of the policy.
       meshes: the meshes.
-      sizes: sizes of each engine.
+      sizes: of each engine: slots, the most prompt tokens, the most tokens beyond these.
       spec: how they speculate.
       source: what drafts; None: the model's own head.
       control: how strategies are chosen.
     """
+    slots, prompt, response = sizes
     decoder = model.running(
         scan_layers=cfg.rollout.scan_layers, remat=False, sequence_parallel=False
     )
@@ -184,10 +175,10 @@ def _engines(
         return Engine(
             decoder,
             spec,
-            sizes.batch,
-            sizes.prompt + sizes.response,
+            slots,
+            prompt + response,
             control=control,
-            prompt_widths=[sizes.prompt],  # one width, one set of executables
+            prompt_widths=[prompt],  # one width, one set of executables
             config=config,
             mesh=mesh,
             stop_width=max(1, len(model.eos_token_ids)),
@@ -254,7 +245,7 @@ def settle_drafting(
         may_stop = roll.invariant or not cfg.algo.tis
         drafting = settle_draft(roll.spec(), given, head, may_stop, target, find)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(named_in(SECTIONS, error)) from error
     if drafting.by_default and mode != "auto":
         raise ConfigError(
             f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "
@@ -458,5 +449,5 @@ def build_programs(
     try:
         engines = build_engines(cfg, decoded, speculate, source, meshes)
     except ValueError as error:
-        raise ConfigError(f"rollout: {error}") from error
+        raise ConfigError(named_in(SECTIONS, error)) from error
     return Programs(policy, draft, replica_drafts, *engines)

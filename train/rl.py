@@ -28,8 +28,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
@@ -42,7 +40,7 @@ from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
 from train.run import picture
-from train.run.files import complete_steps, read_metrics
+from train.run.files import complete_steps
 from train.run.start import Run, say, start
 from train.schema import RLConfig
 from train.trainer import Trainer
@@ -81,8 +79,7 @@ def _train(run: Run, cfg: RLConfig) -> Path:
     log = SampleLog(out, cfg.log.samples, cfg.seed, trainer.tokenizer, labels, begin)
     with log as samples:
         _steps(run, trainer, samples)
-    if distributed.is_first():
-        run.log.summary_table(summary(read_metrics(out)), title=f"{out}")
+    run.log.close()
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
     plot = picture.draw(out) if distributed.is_first() else out / picture.PICTURE
@@ -166,31 +163,6 @@ def _fresh(out: Path) -> Path:
     while complete_steps(candidate):
         candidate, number = out.with_name(f"{out.name}-{number}"), number + 1
     return candidate
-
-
-def summary(records: list[dict]) -> list[dict]:
-    """Returns first, last and mean value of the main metrics, for the table at the end."""
-    names = {
-        "eval/reward": "held-out reward",
-        "rollout/reward": "rollout reward",
-        "rollout/drafted_accept_length": "accept length",
-        "rollout/tokens_per_sec": "rollout tok/s",
-        "rollout/longest_sample_tokens_per_sec": "longest sample tok/s",
-        "train/entropy": "policy entropy, nats",
-        "train/mtp_loss": "draft loss, nats",
-        "time/rollout": "rollout, s",
-        "time/train": "policy update, s",
-        "time/draft": "draft update, s",
-    }
-    sets = dict.fromkeys(name for record in records for name in record if "/avg@" in name)
-    names |= {name: name.removeprefix("eval/") for name in sets}
-    table = []
-    for name, label in names.items():
-        values = [r[name] for r in records if r.get(name) is not None]
-        if values:
-            figures = {"first": values[0], "last": values[-1], "mean": float(np.mean(values))}
-            table.append({"metric": label, **figures})
-    return table
 
 
 # --- lines and warnings ---------------------------------------------------------------------------

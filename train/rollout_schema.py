@@ -173,3 +173,6 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return part(EngineConfig, self)
+
+
+SECTIONS = {"rollout": RolloutSection}  # of the keys that messages of the library begin with

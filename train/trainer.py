@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,14 @@ from specjax.engine.start_up import StartUp
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import sharding
-from specjax.settings import fingerprint
+from specjax.settings import fingerprint, named_in
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.data import rows
 from train.data.checks import held_out, read_inputs
 from train.heads.files import require_same_head, starting_head
 from train.heads.training import DraftTrainer, draft_metrics
-from train.loss.algo import preset_line
-from train.loss.flops import UpdateSpeed, training_devices
+from train.loss.flops import UpdateSpeed
 from train.loss.packing import Sample, empty_batch, pack, padding_share
 from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
@@ -70,25 +69,10 @@ from train.rollout.replicas import (
     write_telemetry,
 )
 from train.rollout.sets import problem_sets
-from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
+from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining
+from train.rollout_schema import SECTIONS
 from train.run.start import find_policy
 from train.schema import RLConfig
-
-
-class _Snapshot(NamedTuple):
-    """The state before a rollout, to restore if the step is abandoned.
-
-    Attributes:
-      rollouts: state of the rollouts.
-      head: weights of the head.
-      draft_opt: state of the head's optimizer.
-      controllers: states of the controllers of this process.
-    """
-
-    rollouts: dict[str, Any]
-    head: Params | None
-    draft_opt: Any
-    controllers: list[dict[str, Any]]
 
 
 class Trainer:
@@ -145,7 +129,7 @@ class Trainer:
             self.copies = copies_for(self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
-            lines = [settle_length(cfg, target), preset_line(cfg.algo)]
+            fitted = settle_length(cfg, target)
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
             inputs = read_inputs(cfg, self.tokenizer, named, target)
@@ -153,7 +137,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = [*filter(None, lines), *inputs.notes, *about_sets]
+        self.notes = [*([fitted] if fitted else []), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
@@ -174,7 +158,7 @@ class Trainer:
                 loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
                 _, self.source, self.source_params = loaded
         except (ValueError, OSError) as error:
-            raise ConfigError(f"rollout: {error}") from error
+            raise ConfigError(named_in(SECTIONS, error)) from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -184,7 +168,8 @@ class Trainer:
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.replica_meshes)
         self.policy, self.draft = built.policy, built.draft
-        self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
+        devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
+        self._speed = UpdateSpeed(self.model, devices)
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
         self._any_engine = built.engines[0]  # for settings; it may never run
@@ -219,7 +204,6 @@ class Trainer:
             places = [*map(HeadDevices, replica_drafts, first)]
         apart, context = inside and self.copies is not None, self.policy.context
         self.spot = SpotTraining(places, cfg.draft, apart, context)
-        self.notes.append(describe_spot(cfg, inside))
         if self.copies is not None and self.spot.in_rollouts:
             self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
         elif self.copies is None and len(self.engines) > 1:  # called often while replicas run
@@ -242,17 +226,14 @@ class Trainer:
     def start_lines(self) -> list[str]:
         """Returns the lines about rollouts at start."""
         *lines, kernel = self._any_engine.start_lines()
-        if self.exact is not None:
-            lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def _compiling_line(self) -> str:
         """Writes the line before `warm_up`, which may take minutes."""
         engines = [*self.engines, *self._plain_engines]
         count = sum(engine.programs().count(self._features) for engine in engines)
-        fewer = ""
-        if len(self._any_engine.runner.programs) > 1:
-            fewer = ", fewer in rollout.control.strategies"
+        several = len(self._any_engine.runner.programs) > 1
+        fewer = ", fewer in rollout.control.strategies" if several else ""
         return (
             f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
             f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
@@ -373,16 +354,19 @@ class Trainer:
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
         return groups, metrics
 
-    def _snapshot(self) -> _Snapshot:
-        """Keeps the state that a rollout changes; spot training leaves its input arrays valid."""
-        controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
-        return _Snapshot(self.rollouts.state(), self.head, self.draft_opt, controllers)
+    def _snapshot(self) -> tuple:
+        """Returns what a rollout changes: its state, controllers, the head and its optimizer.
 
-    def _undo_rollout(self, before: _Snapshot) -> None:
+        Spot training leaves its input arrays valid.
+        """
+        controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
+        return self.rollouts.state(), controllers, self.head, self.draft_opt
+
+    def _undo_rollout(self, before: tuple) -> None:
         """Restores the state before the rollout, and drops the rollout's records."""
-        self.rollouts.load_state(before.rollouts)
-        self.head, self.draft_opt = before.head, before.draft_opt
-        for engine, state in zip(self.engines, before.controllers, strict=True):
+        rollouts, controllers, self.head, self.draft_opt = before
+        self.rollouts.load_state(rollouts)
+        for engine, state in zip(self.engines, controllers, strict=True):
             engine.controller.load_state(state)
         if self.engine.telemetry is not None:
             self.engine.telemetry.clear()

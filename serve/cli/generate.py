@@ -141,7 +141,7 @@ def _load(cfg: GenerateConfig, samples: int) -> LLM:
     engine = part(EngineSection, cfg, max_batch=slots, chunk_tokens=chunk)
     speculation = part(Speculation, cfg)
     try:
-        llm = load_llm(part(ServeConfig, cfg, engine=engine, speculation=speculation))
+        llm = load_llm(part(ServeConfig, cfg, engine=engine, speculation=speculation), {})
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
     except ValueError as error:  # a ConfigError among them

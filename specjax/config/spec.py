@@ -106,8 +106,6 @@ class SpecConfig:
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
         choice("draft_kind", self.draft_kind, DRAFT_KINDS)
-        if self.draft is None:
-            raise ValueError("draft: expected a word such as auto, a path, an id or a class")
         for name, value in (
             ("strategy", None if self.strategy is None else Strategy.parse(self.strategy)),
             ("draft", str(self.draft)),

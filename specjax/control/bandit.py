@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.config.checks import choice, require
 from specjax.config.strategy import Strategy
-from specjax.control.base import Controller, Observation, log
+from specjax.control.base import Controller, Observation
 from specjax.settings import option
 
 REWARDS = ("throughput", "accept_length")
@@ -65,8 +65,6 @@ class Bandit(Controller):
     def __init__(self, strategies: Sequence[str | Strategy], config: BanditConfig | None = None):
         super().__init__(strategies)
         self.config = config or BanditConfig()
-        if len(self.arms) == 1:
-            log.warning("The bandit has one arm, %s: there is nothing to explore", self.arms[0])
         groups = range(len(self.config.thresholds))
         self._rewards: list[dict[str, list[float]]] = [{a: [] for a in self.arms} for _ in groups]
         self._chosen = [dict.fromkeys(self.arms, 0) for _ in groups]
@@ -91,7 +89,6 @@ class Bandit(Controller):
             # Only untried arms tie in practice; a tie of measured ones may go either way.
             name = max(self.arms, key=lambda arm: (scores[arm], -chosen[arm]))
         chosen[name] += 1
-        log.debug("MAB selected: %s, group %d, scores: %s", name, group, scores)
         return name
 
     def preferred(self) -> str:

@@ -11,7 +11,6 @@ import abc
 import copy
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,11 +22,8 @@ from specjax.config.strategy import Strategy
 if TYPE_CHECKING:
     from specjax.control.costs import CostTable
 
-log = logging.getLogger("specjax.control")
-
 OFF = Strategy.OFF.name
 SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a line
-LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
 def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
@@ -46,9 +42,8 @@ class Observation:
         did not run. Counted before stops and limits cut the path, if known, because a cut is no
         rejection. Plain decoding accepts 0 in every round.
       seconds: duration of the whole chunk; zero, negative or not finite where it is not known.
-      tokens: number of tokens that the chunk emitted, after cuts; by default accepted + 1 per slot
-        and round.
-      rounds: number of rounds that ran; by default those in which a slot of `accepted` ran.
+      tokens: number of tokens that the chunk emitted, after cuts.
+      rounds: number of rounds that ran.
       catch_up: number of tokens that plain decoding emitted since the draft last read, of the slot
         with the most; the draft reads them at the start of the chunk.
       ended: number of samples that ended in the chunk, by a stop or a limit.
@@ -60,17 +55,11 @@ class Observation:
     strategy: str
     accepted: np.ndarray
     seconds: float
-    tokens: int | None = None
-    rounds: int | None = None
+    tokens: int
+    rounds: int
     catch_up: int = 0
     ended: int = 0
     context: float | None = None
-
-    def __post_init__(self):
-        if self.tokens is None:
-            object.__setattr__(self, "tokens", int((self.accepted + 1).sum()))
-        if self.rounds is None:
-            object.__setattr__(self, "rounds", int((self.accepted >= 0).any(axis=1).sum()))
 
     @functools.cached_property
     def slot_rounds(self) -> int:
@@ -116,7 +105,7 @@ class Controller(abc.ABC):
     """Chooses the strategy of the next chunk.
 
     A subclass defines `choose` and `learn`, and lists in `saved` what it learned. The engine calls
-    `select` and `observe`, which log.
+    `select` and `observe`.
 
     Attributes:
       saved: names of the attributes that `state` has, whose values are fit for JSON.
@@ -132,9 +121,7 @@ class Controller(abc.ABC):
         called last; None where the caller does not say.
     """
 
-    saved: ClassVar[tuple[str, ...]] = (
-        "current", "gated", "_accept_length", "_tokens_per_sec", "_chunks",
-    )  # fmt: skip
+    saved: ClassVar[tuple[str, ...]] = ("current", "gated", "_accept_length", "_tokens_per_sec")
     kind: str = ""
 
     def __init__(self, strategies: Sequence[str | Strategy]):
@@ -147,9 +134,6 @@ class Controller(abc.ABC):
         self.context: float | None = None
         self._accept_length: float | None = None
         self._tokens_per_sec: float | None = None
-        self._chunks = 0
-        self._logged: str | None = None  # the strategy that the log named last
-        self._since_logged = LOG_EVERY  # chunks selected since then
 
     @abc.abstractmethod
     def choose(self, batch_size: int) -> str:
@@ -160,7 +144,7 @@ class Controller(abc.ABC):
         """Takes in a finished chunk, of a strategy of its own, in which at least one slot ran."""
 
     def select(self, batch_size: int, context: float | None = None) -> str:
-        """Returns what `choose` chose, and logs a change at most every `LOG_EVERY` chunks.
+        """Returns what `choose` chose, or `off` above `bs_threshold`.
 
         Args:
           batch_size: number of running slots.
@@ -169,15 +153,10 @@ class Controller(abc.ABC):
         self.context = context
         self.gated = self.bs_threshold is not None and batch_size > self.bs_threshold
         if self.gated:
-            name, self.rounds_hint = OFF, None
+            self.current, self.rounds_hint = OFF, None
         else:
-            name = self.choose(int(batch_size))
-        self._since_logged += 1
-        if name != self._logged and self._since_logged >= LOG_EVERY:
-            self._logged, self._since_logged = name, 0
-            log.info("Using strategy: %s (batch size %d, %s)", name, batch_size, self.kind)
-        self.current = name
-        return name
+            self.current = self.choose(int(batch_size))
+        return self.current
 
     @property
     def active(self) -> str:
@@ -195,20 +174,16 @@ class Controller(abc.ABC):
         return strategy in self.strategies
 
     def observe(self, seen: Observation) -> None:
-        """Passes a finished chunk to `learn`, and keeps its figures for the log.
+        """Passes a finished chunk to `learn`, and keeps its figures for `log_fields`.
 
         A chunk in which no slot ran, or of a strategy that is not among `arms`, is ignored.
         """
         if not seen.slot_rounds or seen.strategy not in self.strategies:
             return
         self.learn(seen)
-        self._chunks += 1
-        first = self._accept_length is None
         self._accept_length = seen.accept_length
         if seen.seconds_per_round is not None:
             self._tokens_per_sec = seen.tokens / float(seen.seconds)
-        if first or self._chunks % LOG_EVERY == 0:
-            log.info("Acceptance length: %.2f (%s)", self._accept_length, seen.strategy)
 
     def weights_changed(self) -> None:  # noqa: B027  (most controllers need no hint)
         """Called after the draft's or the policy's weights were swapped."""
@@ -257,7 +232,6 @@ class Controller(abc.ABC):
         for name in self.saved:
             setattr(self, name, copy.deepcopy(state[name]))
         self.rounds_hint = None
-        self._logged, self._since_logged = None, LOG_EVERY  # another process has another log
 
     def log_fields(self) -> dict[str, float | str]:
         """Returns metrics of the last chunk that was observed; all numbers are finite."""

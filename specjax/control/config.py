@@ -10,7 +10,7 @@ from specjax.config.checks import choice, require
 from specjax.config.spec import DEFAULT_STRATEGY, SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import Controller, Static, log, parse_arms
+from specjax.control.base import Controller, Static, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.goodput import Goodput, GoodputConfig
@@ -180,24 +180,17 @@ def make_controller(
 
     Args:
       config: the configuration, a map with its keys, or the name of a controller.
-      strategies: the compiled strategies, by default `config.arms`; with the name of a controller,
-        also those that it chooses from.
+      strategies: the compiled strategies, by default `config.arms`.
       costs: seconds per round, calibrated at start; `goodput` uses them.
 
     Raises:
       ValueError: the configuration is not valid.
     """
-    if isinstance(config, str) and strategies is not None:
-        config = ControlConfig(controller=config, strategies=tuple(strategies))
     config = ControlConfig.of(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
     chosen = [compiled[arm.name] for arm in config.arms]  # these may have fewer rows
     controller = _build(config, chosen, costs)
     controller.bs_threshold = config.bs_threshold
-    log.info(
-        "Controller %s over %s%s", config.controller, ", ".join(controller.arms),
-        "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
-    )  # fmt: skip
     return controller
 
 

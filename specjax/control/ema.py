@@ -11,7 +11,7 @@ import math
 
 from specjax.config.checks import require
 from specjax.config.strategy import Strategy
-from specjax.control.base import Controller, Observation, log
+from specjax.control.base import Controller, Observation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,6 @@ class EmaTiers(Controller):
             if late > 0 and late % self.config.update_interval == 0:
                 target = self._decide()
         if target is not None and target != self.steps:
-            log.info(
-                "Adaptive steps: %d -> %d (average accepted drafts %.2f)",
-                self.steps, target, self.ema,
-            )  # fmt: skip
             if self.steps == 0 and self.ema < 0:
                 self.ema = float(target - 1)  # began without speculation: nothing averaged yet
             self.steps = target

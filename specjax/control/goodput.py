@@ -17,7 +17,7 @@ from typing import Any
 
 from specjax.config.checks import require
 from specjax.config.strategy import Strategy
-from specjax.control.base import OFF, Controller, Observation, log
+from specjax.control.base import OFF, Controller, Observation
 from specjax.control.costs import CostTable
 
 CHAIN = "chain"
@@ -334,7 +334,6 @@ class Goodput(Controller):
         current = self._best[at]
         if current is None or scores[best] > (1 + self.config.hysteresis) * scores[current]:
             self._best[at] = current = best
-        log.debug("Goodput selected: %s, scores: %s", current, scores)
         self.rounds_hint = None
         if self._probe is not None and self._probe.choices >= 2 + _WAIT:
             self._probe, self._probed_at = None, self._rounds

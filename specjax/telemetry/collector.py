@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +134,15 @@ class Summary:
         """
         rejected = ran & rejections.valid
         self.rounds += int(ran.sum())
-        for accepted, number in _counted(rejections.accepted[ran]):
+        for accepted, number in Counter(rejections.accepted[ran].tolist()).items():
             for depth in range(1, accepted + 1):
                 self.attempts[depth] += number
                 self.accepts[depth] += number
-        for accepted, number in _counted(rejections.accepted[rejected]):
+        for accepted, number in Counter(rejections.accepted[rejected].tolist()).items():
             self.attempts[accepted + 1] += number
         self.rejections += int(rejected.sum())
         names = tuple(CAUSES)
-        causes = _cause_numbers(rejections)[rejected]
-        self.causes.update({names[i]: number for i, number in _counted(causes)})
+        self.causes.update(names[i] for i in _cause_numbers(rejections)[rejected].tolist())
 
     def share(self, cause: str) -> float:
         """The share of the rejections that have a cause; NaN without any."""
@@ -263,12 +262,6 @@ def _cause_numbers(found: Any) -> np.ndarray:
     """Returns indices into `CAUSES`, for a `Rejection` or for arrays with its fields."""
     holds = [found.outside_mask, found.outside_filter, found.penalty_changed]
     return np.select(holds, [0, 1, 2], 3)
-
-
-def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields each distinct value and the number of its occurrences."""
-    found, numbers = np.unique(values, return_counts=True)
-    return zip(found.tolist(), numbers.tolist(), strict=True)
 
 
 def _share(part: float, whole: int) -> float:

@@ -14,11 +14,6 @@ chi-square: three tokens after a prompt follow the target's joint distribution, 
 
 from __future__ import annotations
 
-from specjax import interrupts
-
-if interrupts.is_run_as("specjax.verify"):  # handle Ctrl-C from here on
-    interrupts.begin("python -m specjax.verify")
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +32,7 @@ from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
 from specjax.kernels.dispatch import device_of
 from specjax.tokenizer import prompt_ids
-from specjax.verify.chi_square import ALPHA, WIDTH, chi_square_checks
+from specjax.verify.chi_square import ALPHA, chi_square_checks
 from specjax.verify.identity import identity_check
 from specjax.verify.verdict import Check, InputError, Verdict
 
@@ -167,8 +162,6 @@ def usual_samples(llm: LLM) -> int:
 
 def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
     vocab = llm.cfg.vocab_size
-    if vocab <= WIDTH:
-        raise InputError(f"expected a vocabulary of more than {WIDTH} tokens, got {vocab}")
     if prompt is None:
         prompt = np.random.default_rng(seed).integers(0, vocab, DEFAULT_PROMPT).tolist()
     elif isinstance(prompt, str):

@@ -50,12 +50,8 @@ class Verdict:
     dtype: str
     checks: tuple[Check, ...]
 
-    @property
-    def ok(self) -> bool:
-        return all(check.status != FAILED for check in self.checks)
-
     def __bool__(self) -> bool:
-        return self.ok
+        return all(check.status != FAILED for check in self.checks)
 
     @property
     def accepted(self) -> int:
@@ -65,7 +61,7 @@ class Verdict:
     @property
     def conclusive(self) -> bool:
         """Whether enough drafts were accepted to test the acceptance rule."""
-        return not self.ok or self.accepted >= ENOUGH_ACCEPTED
+        return not self or self.accepted >= ENOUGH_ACCEPTED
 
     def __str__(self) -> str:
         """Returns a table with one line per check, and the verdict."""
@@ -77,7 +73,7 @@ class Verdict:
         for check in self.checks:
             lines.append(f"  {check.status:6}  {check.name:{width}}  {check.summary}")
             lines += [f"          {line}" for line in check.details]
-        verdict = "lossless as far as these checks can see" if self.ok else "NOT lossless"
+        verdict = "lossless as far as these checks can see" if self else "NOT lossless"
         if not self.conclusive:
             verdict = (
                 f"INCONCLUSIVE: no check failed, but {self.accepted} accepted drafts (expected "
@@ -96,7 +92,7 @@ class Verdict:
 
     def write(self, path: str | Path) -> None:
         """Writes JSON, in which null stands for an infinite statistic."""
-        record = {"ok": self.ok, "conclusive": self.conclusive, **dataclasses.asdict(self)}
+        record = {"ok": bool(self), "conclusive": self.conclusive, **dataclasses.asdict(self)}
         for check in record["checks"]:
             for name, value in check["figures"].items():
                 if isinstance(value, float) and not math.isfinite(value):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
+from scripted import chunk_of
 
 from specjax.config.strategy import Strategy
 from specjax.control import OFF, Controller, CostTable, Observation
@@ -126,7 +127,7 @@ class World:
         context = self.context(batch)
         if self.length is not None:
             self.length += rounds * self.tokens(name)
-        return Observation(batch, name, accepted, float(seconds), catch_up=behind, context=context)
+        return chunk_of(batch, name, accepted, float(seconds), catch_up=behind, context=context)
 
 
 def drive(

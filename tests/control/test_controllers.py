@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import observed
+from scripted import chunk_of, observed
 
 from specjax.config.strategy import Strategy
 from specjax.control import (
@@ -18,7 +18,6 @@ from specjax.control import (
     CostTable,
     EmaConfig,
     GoodputConfig,
-    Observation,
     Static,
     make_controller,
 )
@@ -72,7 +71,7 @@ def advance(controller, chunks, seed: int = 0) -> list[str]:
         drafted = random.random((rounds, min(batch, 3), steps)) < rate
         accepted = np.cumprod(drafted, axis=-1).sum(axis=-1).astype(int)
         accepted[random.random(accepted.shape) < 0.2] = -1
-        controller.observe(Observation(batch, arm, accepted, seconds))
+        controller.observe(chunk_of(batch, arm, accepted, seconds))
         if weights:
             controller.weights_changed()
     return names
@@ -106,8 +105,8 @@ def test_an_empty_chunk_teaches_nothing(name):
     controller = build(name)
     arm = controller.select(2)
     before = controller.state()
-    controller.observe(Observation(2, arm, np.zeros((0, 2), int), 1.0))
-    controller.observe(Observation(2, arm, np.full((3, 2), -1), 1.0))
+    controller.observe(chunk_of(2, arm, np.zeros((0, 2), int), 1.0))
+    controller.observe(chunk_of(2, arm, np.full((3, 2), -1), 1.0))
     assert controller.state() == before
 
 

@@ -5,14 +5,13 @@ import itertools
 import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, Run, World, cost_table, drive
-from scripted import observed
+from scripted import chunk_of, observed
 
 from specjax.control import (
     ControlConfig,
     CostTable,
     Goodput,
     GoodputConfig,
-    Observation,
     make_controller,
 )
 from specjax.control.base import parse_arms
@@ -222,7 +221,7 @@ def test_drafts_behind_the_end_of_a_sample_count_for_nothing():
             drafts = controller.strategies[name].steps
             emitted = drafts + 1 if length is None else min(drafts + 1, length)
             controller.observe(
-                Observation(
+                chunk_of(
                     4,
                     name,
                     np.full((2, 4), drafts),

@@ -8,7 +8,7 @@ import pytest
 from engines import LONG, jobs_of, random_jobs, restless, tokens_of
 from shared import weights
 
-from specjax.control import make_controller
+from specjax.control import Static
 from specjax.engine.compare import first_difference
 
 
@@ -88,7 +88,7 @@ def test_where_nobody_speculates_the_plain_program_runs(monkeypatch):
     engine, ran = restless(), set()
     told = SimpleNamespace(news=lambda *_: None, chunk=lambda strategy, *_: ran.add(strategy))
     monkeypatch.setattr(engine, "watcher", told)
-    monkeypatch.setattr(engine, "controller", make_controller("static", ("3_1_4",)))
+    monkeypatch.setattr(engine, "controller", Static("3_1_4"))
     plain = dataclasses.replace(LONG, speculative=False, max_tokens=12)
     jobs = jobs_of([3, 4], plain) + jobs_of([3, 5], plain)
     samples, _ = engine.generate(jobs)

@@ -155,6 +155,8 @@ def test_replicas_under_a_controller_give_the_tokens_of_plain_decoding(spread: S
     expected = plain.generate([PROMPTS[i % 3] for i in range(12)], params)
     assert asyncio.run(crowd()) == [[s.token_ids for s in out.samples] for out in expected]
     engines = spread.llm.engine.engines
-    assert len(engines) == 2 and all(engine.controller.state()["_chunks"] for engine in engines)
+    assert len(engines) == 2 and all(
+        engine.controller.state()["_accept_length"] for engine in engines
+    )
     chunks = {n for n, v in spread.metrics().items() if n.startswith("chunks_total") and v}
     assert {name.split('strategy="')[1].split('"')[0] for name in chunks} == {"off", "1_1_2"}

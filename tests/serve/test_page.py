@@ -15,7 +15,7 @@ from serving import ADMIN, BATCH, KEY, Server, config, served
 from serve.dashboard import document
 from serve.settings import load_llm
 from specjax import ControlConfig, SamplingParams
-from specjax.control import make_controller
+from specjax.control import Static
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def server(thin_policy, thin_model):
     cfg = config(thin_policy, speculation={"draft": str(thin_model), "control": control})
     llm = load_llm(cfg)
     llm.warm_up((SamplingParams(),))
-    llm.engine.controller = make_controller("static", ("2_1_3",))
+    llm.engine.controller = Static("2_1_3")
     with served(cfg, llm) as running:
         yield running
 
@@ -97,7 +97,7 @@ def test_a_prompt_can_be_a_message_of_a_chat_model(page: Page, server: Server):
 
 def test_times_are_not_compared_where_nothing_was_drafted(page: Page, server: Server):
     controller = server.llm.engine.controller
-    server.llm.engine.controller = make_controller("static", ("off",))
+    server.llm.engine.controller = Static("off")
     try:
         page.ask(compare=True, **ASKED)
         assert "nothing was drafted" in page.text("#ratio")

@@ -164,8 +164,8 @@ def test_every_set_has_metrics_of_its_own(tokenizer, tmp_path):
     assert tokenizer.decode(engine.jobs[-1].prompt) == "Q: A or B?"
     said = "\n".join(notes)
     assert f"eval.sets.gsm: {gsm}, 2 rows read as gsm8k" in said and "reward choice" in said
-    assert described(found).startswith("gsm: avg@4 0.250, pass@1 0.250, ")
-    assert "maj@4 0.500, truncated 0.125, length " in described(found)
+    assert described(found).startswith("gsm/avg@4 0.250, gsm/pass@1 0.250, ")
+    assert "gsm/maj@4 0.500" in described(found)
 
 
 def test_a_set_whose_questions_are_trained_on_is_warned_of(tokenizer, tmp_path):

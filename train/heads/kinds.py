@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import save_draft_files
 from specjax.checkpoint.weights import head_shapes_of, kind_of
@@ -93,7 +92,7 @@ def _explained(cfg: Any) -> Iterator[None]:
     """Raises errors about the head as the user's."""
     try:
         yield
-    except (CheckpointError, ConfigError):
+    except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error

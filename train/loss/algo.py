@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.settings import option, show
+from specjax.settings import option
 from train.loss.logprobs import LOGPROBS
 from train.presets import PRESETS, preset_of
 from train.registry import OBJECTIVES
@@ -24,7 +24,7 @@ class AlgoSection:
 
     Attributes:
       preset: settings of a paper as defaults of this section (also algo=NAME); keys that are set
-        win, and a line at start says what it sets.
+        win, and --print-config shows all.
       objective: what the policy is trained on, or module:attribute, one of your own
         (docs/extend.md); decides which further keys this section has (--help with it lists them).
       kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 has none.
@@ -145,23 +145,3 @@ def algo(objective: str | None = None, preset: str | None = None, **settings: An
     """
     cls, defaults = choose_algo({"objective": objective, "preset": preset})
     return cls(**defaults | settings)
-
-
-def preset_line(section: AlgoSection) -> str | None:
-    """The line at start about what the preset sets, and what the user sets instead.
-
-    None without a preset.
-    """
-    if section.preset is None:
-        return None
-    _, values = choose_algo({"objective": section.objective, "preset": section.preset})
-    del values["preset"]
-    have = {name: getattr(section, name) for name in values}
-    left = [f"algo.{n}={show(value)}" for n, value in values.items() if have[n] == value]
-    other = [
-        f"algo.{name}={show(have[name])} for {show(value)}"
-        for name, value in values.items()
-        if have[name] != value
-    ]
-    instead = f"; you set {', '.join(other)}" if other else ""
-    return f"algo.preset={section.preset} sets {', '.join(left)}{instead}"

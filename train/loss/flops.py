@@ -36,11 +36,6 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return full * (full + 1) // 2 + (length - full) * full
 
 
-def training_devices(mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
-    """The devices of a mesh; None is the first device alone."""
-    return [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-
-
 class UpdateSpeed:
     """Counts the operations of updates, and turns their duration into metrics.
 

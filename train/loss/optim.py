@@ -74,7 +74,8 @@ class SFTOptimConfig(OptimConfig):
 
     lr: float | None = option(
         None,
-        f"peak learning rate; null: {SFT_LR:g}, or {NEW_LR:g} of a policy from nothing",
+        f"peak learning rate; null: {SFT_LR:g} of a policy, {HEAD_LR:g} of a draft head, or "
+        f"{NEW_LR:g} of one that starts at random",
         least=0,
     )
 
@@ -89,12 +90,6 @@ class HeadOptimConfig(SFTOptimConfig):
     """Settings of the optimizer of a draft head."""
 
     trained_lr: ClassVar[float] = HEAD_LR
-
-    lr: float | None = option(
-        None,
-        f"peak learning rate; null: {HEAD_LR:g}, or {NEW_LR:g} of a head that starts at random",
-        least=0,
-    )
 
 
 def weight_matrices(params):

@@ -38,6 +38,7 @@ from specjax.models.transformer import (
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import device_bytes
+from specjax.settings import named_in
 from specjax.shipped import find_shipped
 from train.heads.files import head_shapes
 from train.heads.training import FIELDS, frozen_policy_parts
@@ -54,6 +55,7 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
+from train.rollout_schema import SECTIONS
 from train.run.start import add_own_family
 from train.schema import RLConfig
 
@@ -152,7 +154,7 @@ class Shapes:
             try:
                 model, (self.source, head) = head_shapes(drafting.spec, model, own)
             except ValueError as error:
-                raise ConfigError(f"rollout: {error}") from error
+                raise ConfigError(named_in(SECTIONS, error)) from error
             self.head = self._placed(head, self.source.axes())
         self.model = as_computed(cfg, model)
         self.params = self._like_params(lambda: init_params(self.model))

@@ -228,18 +228,7 @@ def same_answer(reward: AnswerReward) -> Callable[[str, str], bool]:
     return same
 
 
-def described(metrics: Mapping[str, float]) -> str | None:
-    """Writes the line about an evaluation for the user; None: nothing was evaluated."""
-    sets: dict[str, list[str]] = {}
-    if "eval/reward" in metrics:
-        sets["held out"] = [f"reward {metrics['eval/reward']:.3f}"]
-    for key, value in metrics.items():
-        first, name, *inside = (*key.split("/"), "", "")
-        label = _SHOWN.get(inside[0], inside[0] if "@" in inside[0] else None)
-        if first == "eval" and name != "reward" and label is not None:
-            sets.setdefault(name, []).append(f"{label} {value:.3f}")
-    return "; ".join(f"{name}: {', '.join(figures)}" for name, figures in sets.items()) or None
-
-
-# Metrics of a set without @, and their names for the user.
-_SHOWN = {"truncated_ratio": "truncated", "response_length_mean": "length"}
+def described(metrics: Mapping[str, float]) -> str:
+    """Writes the line about an evaluation for the user."""
+    shown = [name for name in metrics if "@" in name or name == "eval/reward"]
+    return ", ".join(f"{name.removeprefix('eval/')} {metrics[name]:.3f}" for name in shown)

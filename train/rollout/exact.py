@@ -37,14 +37,6 @@ class ExactMode:
         self._engine, self._plain, self._load = engine, plain, load
         self.differences: list[Difference] = []
 
-    def describe(self) -> str:
-        """The line about exact mode at start."""
-        return (
-            f"exact mode: acceptance {self._engine.spec.acceptance}, whose tokens are those of "
-            "plain decoding; every sample that a step begins is decoded again without speculation "
-            "and compared, so each of its tokens is decoded twice"
-        )
-
     def warm_up(
         self, params: Params, features: Sequence[Features], on_program: OnProgram | None
     ) -> None:

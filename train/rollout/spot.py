@@ -50,7 +50,6 @@ from specjax.parallel.context import Context
 from specjax.parallel.distributed import gather
 from train.heads.training import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.loss.packing import empty_batch
-from train.schema import RLConfig
 
 
 class Entry(NamedTuple):
@@ -147,19 +146,6 @@ class ReplayBuffer:
 
 def _arrays(entry: Entry) -> dict[str, Array]:
     return {**entry.batch, "states": entry.states}
-
-
-def describe_spot(cfg: RLConfig, in_replicas: bool) -> str:
-    """Writes the line that tells the user where and when the head is trained.
-
-    Args:
-      cfg: the run's settings.
-      in_replicas: return value of `train.programs.trains_in_replicas`.
-    """
-    if not in_replicas:
-        return "draft.spot: the training mesh trains the head after each rollout"
-    when = "in gaps of rollouts and after them" if cfg.draft.spot.gaps else "after each rollout"
-    return f"draft.spot: the head is trained {when}, on the devices of a replica"
 
 
 class HeadDevices:

@@ -110,9 +110,7 @@ def machine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "processes": jax.process_count(),
         "devices": dict(Counter(f"{d.platform}: {d.device_kind}" for d in jax.devices())),
-        "environment": {
-            n: os.environ[n] for n in ("JAX_PLATFORMS", "XLA_FLAGS") if n in os.environ
-        },
+        "environment": {n: os.environ.get(n) for n in ("JAX_PLATFORMS", "XLA_FLAGS")},
     }
 
 

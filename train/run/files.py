@@ -79,15 +79,14 @@ def read_starts(run: Path) -> list[dict[str, Any]]:
     Raises:
         RunFileError: the file is damaged.
     """
-    starts = _content(run / RUN_FILE, json.loads, "a list of starts, each with its `time`", [])
-    if not isinstance(starts, list) or not all(
-        isinstance(start, dict) and isinstance(start.get("time"), str) for start in starts
-    ):
-        raise RunFileError(
-            f"{run / RUN_FILE}: expected a list of starts, each with its `time`, got "
-            f"{str(starts)[:60]}; move it away"
-        )
-    return starts
+
+    def parse(text: str) -> list[dict[str, Any]]:
+        starts = json.loads(text)
+        if not isinstance(starts, list) or not all(start["time"] for start in starts):
+            raise ValueError("no list of them")
+        return starts
+
+    return _content(run / RUN_FILE, parse, "a list of starts, each with its `time`", [])
 
 
 def read_settings(run: Path) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def _content(path: Path, parse: Callable[[str], Any], expected: str, absent: Any
         return absent
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise RunFileError(
             f"{path}: expected {expected}, and it cannot be read ({error}); move it away: "
             "--resume writes it anew"

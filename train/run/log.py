@@ -15,7 +15,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from train.run.files import METRICS_FILE, keep_before, move_aside
 from train.run.live import CONSOLE_FIELDS, Fields, LiveTable, line_of
@@ -115,18 +114,6 @@ class MetricsLogger:
         if lost:
             text = f"WARNING: step {step}: not finite: {', '.join(lost)}"
             self._console.print(text, style="bold white on red", markup=False)
-
-    def summary_table(self, rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
-        """Prints rows (column name -> value) as one table, below the last rows of a live one."""
-        self._stop_live()
-        table = Table(title=title or None, title_justify="left")
-        first, *others = rows[0] if rows else [""]
-        table.add_column(first, overflow="fold")
-        for name in others:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(*(v if isinstance(v, str) else f"{v:.4g}" for v in row.values()))
-        self._console.print(table, soft_wrap=False)
 
     def close(self) -> None:
         """Flushes and closes everything; more than one call does no harm."""
