@@ -652,7 +652,8 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
     several = _as_list(given) or []
     if len(several) != prompts or not all(isinstance(p, SamplingParams) for p in several):
         raise ValueError(
-            f"params: expected SamplingParams, or {prompts} of them, got {_named(given)}"
+            f"params: expected SamplingParams, or a list with one for each of {prompts} prompts, "
+            f"got {_named(given)}"
         )
     return several
 
