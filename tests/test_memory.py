@@ -20,8 +20,8 @@ from specjax.memory import (
 )
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params
-from specjax.parallel.collectives import received
 from specjax.parallel.sharding import MESH_AXES
+from train.plan.collectives import received
 
 CFG = dense_config(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3

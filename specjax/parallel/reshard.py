@@ -12,7 +12,7 @@ are:
 
 Without these explicit steps XLA often gathers whole weights and slices them afterwards
 ("involuntary full rematerialization", seen with jax 0.10.2 where `tp` grows and does not absorb all
-of `fsdp`). `specjax.parallel.collectives` reads the collectives of a compiled program.
+of `fsdp`).
 """
 
 from __future__ import annotations

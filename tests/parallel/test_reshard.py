@@ -17,10 +17,10 @@ from specjax.models.families.dense import dense_config
 from specjax.models.rows import param_axes
 from specjax.models.transformer import init_params, split_layout
 from specjax.parallel import sharding
-from specjax.parallel.collectives import Collective, received
 from specjax.parallel.copies import Copies
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
+from train.plan.collectives import Collective, received
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from specjax.parallel import collectives
+from train.plan import collectives
 
 # Scopes of `specjax.decode`, `specjax.memory` and `specjax.models`; `rest` has none of them.
 PARTS = ("layers", "draft", "lm_head", "noise", "sampling", "commit")
