@@ -118,9 +118,8 @@ class RewardCall:
         missing = [p.name for p in named if p.default is p.empty and p.name not in given]
         if missing:
             raise ValueError(
-                f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
-                f"have are {', '.join(have)}; name its parameters after columns, or give them "
-                "defaults"
+                f"reward {self.name!r} asks for {', '.join(missing)}, and the columns are "
+                f"{', '.join(have)}; name its parameters after columns, or give them defaults"
             )
 
     def wanted(self, columns: Columns) -> dict[str, Any]:

@@ -191,8 +191,7 @@ def answers_of(value: Any, column: str) -> list[str]:
     answers = [_answer(one) for one in values]
     if not answers or None in answers:
         raise RowError(
-            f"column {column!r}: expected an answer (text, a number, or a list of these, of which "
-            f"any is right), got {shown(value)}"
+            f"column {column!r}: expected an answer, as text or number, got {shown(value)}"
         )
     return list(dict.fromkeys(answers))
 
@@ -301,8 +300,8 @@ def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:
     tools = [*map(_parsed, tools)] if isinstance(tools, (list, tuple)) else [tools]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(
-            "column 'tools': expected JSON schemas of functions (mappings, or their JSON), got "
-            f"{shown(row['tools'])}; correct it, or rename the column if it holds something else"
+            f"column 'tools': expected JSON schemas of functions, got {shown(row['tools'])}; "
+            "correct it, or rename the column if it holds something else"
         )
     return tuple(map(_without_nulls, tools))
 
@@ -349,8 +348,7 @@ def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message,
     """
     if conversation[-1]["role"] == "assistant":
         raise RowError(
-            f"column {column!r}: expected a conversation that ends before the assistant's turn, "
-            "got one whose last message is the assistant's"
+            f"column {column!r}: expected a conversation that ends before the assistant's turn"
         )
     return tuple(conversation)
 

@@ -66,9 +66,8 @@ class Generated(GeneratedProblems):
                 return entry
             place = cfg.train_size * attempt + self._held_out + index
         raise ValueError(
-            f"data.dataset={cfg.dataset}: {_ATTEMPTS} questions in a row are held out, for the "
-            f"data set has few; lower data.heldout_size={cfg.heldout_size}, or problems in "
-            "eval.sets"
+            f"data.dataset={cfg.dataset}: {_ATTEMPTS} questions in a row are held out; lower "
+            f"data.heldout_size={cfg.heldout_size}, or problems in eval.sets"
         )
 
 
