@@ -42,7 +42,6 @@ from specjax.engine.text import TextOffsets, TextPieces
 from specjax.models.generation_config import sampling_defaults
 from specjax.tokenizer import (
     chat_ids,
-    check_template_options,
     decode,
     has_chat_template,
     prompt_ids,
@@ -257,10 +256,6 @@ class Generation:
                 "chat_template=FILE",
             )
         variables = body.chat_template_kwargs
-        try:
-            check_template_options(self._tokenizer, variables)
-        except ValueError as error:
-            raise ApiError(400, str(error), "chat_template_kwargs") from error
         messages = [message.for_template() for message in body.messages]
         try:
             return chat_ids(

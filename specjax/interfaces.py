@@ -1054,19 +1054,13 @@ class Device(NamedTuple):
     count: int = 1
 
 
-# Operations that a backend may have, see `specjax.kernels.dispatch`.
-OPERATIONS = (
-    "tree_attention", "causal_attention", "context_attention", "commit", "product", "layers",
-)  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """Kernels of a platform, by operation.
 
     Attributes:
-      operations: functions, by the names of `OPERATIONS`. Each has the arguments and results of
-        the function of that name in `specjax.kernels.dispatch`, without the kernel's name;
+      operations: functions, by names of operations. Each has the arguments and results of the
+        function of that name in `specjax.kernels.dispatch`, without the kernel's name;
         `causal_attention` and `context_attention` those of `causal_attention_with_own`, without and
         with the context. A function that cannot serve a call raises
         `specjax.kernels.backend.Declined` with the reason.
@@ -1082,7 +1076,6 @@ class Backend:
         rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
       prompts_alone: whether `auto` takes the backend also for an engine in invariant mode, where it
         runs for prompts only, because rounds attend by position.
-      environment: names of environment variables that change the last bits of its results.
     """
 
     operations: Mapping[str, Callable[..., Any]]
@@ -1093,13 +1086,6 @@ class Backend:
     page_multiple: int = 16
     by_device: bool = True
     prompts_alone: bool = True
-    environment: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if unknown := sorted(self.operations.keys() - set(OPERATIONS)):
-            raise ValueError(
-                f"unknown operations {', '.join(unknown)}; expected some of {', '.join(OPERATIONS)}"
-            )
 
 
 # --- training -------------------------------------------------------------------------------------

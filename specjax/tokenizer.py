@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,12 +197,10 @@ def chat_text(
       continue_final_message: whether to end within the last message, which is to be continued.
 
     Raises:
-      ValueError: there is no template, an option has the name of an argument of transformers' own,
-        or the template does not take the messages.
+      ValueError: there is no template, or it does not take the messages or options.
     """
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
-    check_template_options(tokenizer, options)
     arguments = dict(options or {})
     try:
         if tools:
@@ -273,13 +270,3 @@ def chat_ids(
     """
     text = chat_text(tokenizer, messages, options, add_generation_prompt, **arguments)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-
-def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if an option has the name of an argument of transformers."""
-    if not options:
-        return
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
-    arguments = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if taken := sorted(arguments & set(options)):
-        raise ValueError(f"{taken[0]} is an argument of transformers and no variable of a template")

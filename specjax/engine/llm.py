@@ -662,25 +662,19 @@ def as_conversations(given: Any) -> list[list[Message]]:
     """Makes a list of conversations, each a list of messages, of one conversation or several.
 
     Raises:
-      ValueError: `given` is neither, or a message has no role or no content.
+      ValueError: `given` is neither, or a message has no role.
     """
     items = _as_list(given) or [None]
     conversations = [items] if isinstance(items[0], Mapping) else list(map(_as_list, items))
     for conversation in conversations:
-        if not conversation or not all(map(_is_message, conversation)):
+        if not conversation or not all(
+            isinstance(m, Mapping) and "role" in m for m in conversation
+        ):
             raise ValueError(
                 "messages are a list of {'role': 'user', 'content': text}, or a list of such lists "
                 f"for several conversations, got {_named(given)}"
             )
     return conversations
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    # Content is text or a list of parts; a message that calls a tool may have none.
-    content = message.get("content")
-    return isinstance(content, str) or _as_list(content) is not None or "tool_calls" in message
 
 
 def _as_list(given: Any) -> list | None:

@@ -198,13 +198,6 @@ class _Call(NamedTuple):
     tree: int = 0
     piece: bool = False
 
-    def __str__(self) -> str:
-        rows = f"a piece of {self.rows}" if self.piece else f"{self.rows} of {self.tree}"
-        rows = f"{rows} rows" if self.rows else f"a packed row of {LENGTH} tokens"
-        parts = [rows, f"{self.heads} heads of {self.size}"]
-        parts += [f"{name} {value}" for name, value in self.options.items() if value is not None]
-        return ", ".join(parts)
-
     @property
     def options(self) -> dict[str, float | None]:
         return {"window": self.window, "soft_cap": self.soft_cap}

@@ -46,7 +46,6 @@ __all__ = [
     "causal_attention_with_own",
     "commit",
     "device_of",
-    "environment",
     "has",
     "layers",
     "page_multiple",
@@ -107,7 +106,7 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     An `Unsuited` (`specjax.kernels.backend`) is a reason that needs no warning.
 
     Args:
-      operation: one of `specjax.interfaces.OPERATIONS`.
+      operation: name of an operation.
       name: name of the backend, or its path.
       device: device to run on, see `device_of`; None: check the model only.
     """
@@ -133,13 +132,6 @@ def has(operation: str, name: str) -> bool:
 def page_multiple(kernel: str) -> int:
     """Returns the number of positions that a kernel's page size must be a multiple of."""
     return BACKENDS.find(kernel).page_multiple
-
-
-def environment() -> tuple[str, ...]:
-    """Returns the environment variables that change what kernels of the table compute."""
-    return tuple(
-        variable for name in BACKENDS.names for variable in BACKENDS.find(name).environment
-    )
 
 
 def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], object]):

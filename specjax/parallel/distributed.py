@@ -100,8 +100,6 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
         )
     address, count, index = given.values()
     count, index = (None if x is None else int(x) for x in (count, index))
-    if address is not None and not address.rpartition(":")[2].isdigit():
-        raise DistributedError(f"distributed.coordinator: expected HOST:PORT, got {address!r}")
     if count is not None and index is not None and not 0 <= index < count:
         raise DistributedError(
             f"distributed.process_id: expected 0 to {count - 1} of {count} processes, got {index}"

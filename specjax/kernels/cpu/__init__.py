@@ -188,7 +188,6 @@ BACKEND = Backend(
     },
     refuses=_refuses,
     line="specjax's kernel for CPUs; prompts too, training in XLA",
-    environment=(native.TARGET_VARIABLE,),
     prompts_alone=False,
     by_device=False,
 )
