@@ -28,7 +28,6 @@ from specjax.interfaces import Draft
 from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
-from specjax.registry import DRAFTS
 from specjax.settings import named_in
 from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
@@ -100,9 +99,8 @@ def build_engines(
     exact = speculate and roll.exact_mode
     if exact and distributed.is_several() and roll.tp > jax.local_device_count():
         raise ValueError(
-            "rollout.exact_mode explains a difference by logits that one process computes, and "
-            f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
-            f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
+            f"rollout.exact_mode needs replicas of one process each, and rollout.tp={roll.tp} is "
+            f"more than its {jax.local_device_count()} devices; lower it, or leave out exact_mode"
         )
     plain = SpecConfig("off", invariant=roll.invariant)
     sizes = roll.max_batch, roll.max_prompt_tokens, roll.max_tokens
@@ -264,17 +262,12 @@ def settle_drafting(
         with_head = trains(drafting.kind)
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
-    trained = {
-        "draft.mode=online": cfg.draft.mode == "online",
-        "draft.spot.enabled=true": cfg.draft.spot.enabled,
-    }
-    wrong = [setting for setting, is_on in trained.items() if is_on]
-    if wrong and not trains(drafting.kind):
-        known = " and ".join(name for name in DRAFTS.names if trains(DRAFTS.named(name)))
+    online, spot = cfg.draft.mode == "online", cfg.draft.spot.enabled
+    if (online or spot) and not trains(drafting.kind):
         raise ConfigError(
-            f"{wrong[0]} is about a draft head that is trained, and rollout.draft={roll.draft} "
-            f"({drafting.kind.__name__}) is none; heads of the kinds {known} can be trained. Leave "
-            "it out, or set rollout.draft=random for a new head"
+            f"{'draft.mode=online' if online else 'draft.spot.enabled=true'} trains a draft head, "
+            f"and rollout.draft={roll.draft} ({drafting.kind.__name__}) is none that can be "
+            "trained; leave it out, or set rollout.draft=random for a new head"
         )
     return drafting
 

@@ -11,9 +11,8 @@
     changed     settings that differ from the start before, as {key: [before, now]}
     versions    of Python, specjax and the packages that compute, read or make data, or score
     machine     host, operating system, processes of the job, devices
-    code        state of the git repository that holds the working directory: root, commit, branch,
-                whether tracked files are changed, names of untracked files, and the patch of the
-                changes where it is small
+    code        state of the git repository that holds the working directory: root, commit, whether
+                tracked files are changed, and the patch of the changes where it is small
     source      the same of the repository that holds specjax itself, if that is another one
     data        SHA-256 and size of every file of rows
     model       checkpoint that training starts from
@@ -131,8 +130,6 @@ def git_state(directory: Path) -> dict[str, Any]:
     try:
         root = git("rev-parse", "--show-toplevel").strip()
         commit = git("rev-parse", "--verify", "HEAD").strip()
-        branch = git("rev-parse", "--abbrev-ref", "HEAD").strip()
-        status = git("status", "--porcelain", "-z", "--untracked-files=normal")
         patch = git("diff", "--no-ext-diff", "--no-color", "HEAD")
     except (OSError, subprocess.SubprocessError) as error:
         text = getattr(error, "stderr", None) or str(error).encode()
@@ -142,9 +139,7 @@ def git_state(directory: Path) -> dict[str, Any]:
     return {
         "root": root,
         "commit": commit,
-        "branch": branch,
         "dirty": bool(patch),
-        "untracked": [line[3:] for line in status.split("\0") if line.startswith("?? ")][:100],
         "patch_bytes": size,
         "patch": patch if 0 < size <= PATCH_BYTES else None,
     }
