@@ -287,11 +287,7 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
     if steps >= longest.steps:
         return text
     # A head that was trained on all of them loses at the others what it had learnt.
-    return (
-        f"{text}; draft.unroll_steps={steps} trains {steps} of the {longest.steps} tokens that "
-        f"{longest} drafts in a row, and the others are accepted less often the more the head "
-        f"moves: draft.unroll_steps={longest.steps} trains all"
-    )
+    return f"{text}; draft.unroll_steps={longest.steps} would train all that {longest} drafts"
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:

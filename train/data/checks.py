@@ -86,15 +86,10 @@ class Limit(NamedTuple):
     remedy: str
 
     @classmethod
-    def of(cls, setting: str, tokens: int) -> Limit:
-        """Makes the limit that a setting is."""
-        return cls(tokens, f"{setting}={tokens}", f"raise {setting}")
-
-    @classmethod
     def of_rows(cls, row_length: int, model: ModelConfig | None) -> Limit:
         """Makes the limit of rows of `packing.row_length` tokens; a model may have fewer."""
         if model is None or row_length <= model.max_position:
-            return cls.of("packing.row_length", row_length)
+            return cls(row_length, f"packing.row_length={row_length}", "raise packing.row_length")
         most = model.max_position
         return cls(most, f"the model's longest sequence of {most}", "shorten the rows")
 
@@ -144,7 +139,8 @@ def overlong_warnings(
     most = FILE_ROWS if problems[0].place else GENERATED_ROWS
     checked = [problems[i] for i in evenly(problems, most)]
     sizes = [len(prompts.whole(row)) for row in checked]
-    limit = Limit.of("rollout.max_prompt_tokens", prompts.longest)
+    name = "rollout.max_prompt_tokens"
+    limit = Limit(prompts.longest, f"{name}={prompts.longest}", f"raise {name}")
     over = sum(size > limit.tokens for size in sizes)
     done = f"cut to their last {limit.tokens}"
     if prompts.cfg.overlong_prompts != "truncate":
