@@ -36,7 +36,6 @@ from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, s
 from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.huggingface_names import (
     HEAD_STYLES,
-    CheckpointWeightError,
     Leaf,
     Tensor,
     head_leaves,
@@ -71,17 +70,6 @@ from specjax.weights.safetensors import (
     open_files,
     weight_files,
 )
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointWeightError",
-    "UnsupportedModelError",
-    "load_checkpoint",
-    "load_head",
-    "read_config",
-    "save_checkpoint",
-    "save_head",
-]
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"

@@ -129,7 +129,7 @@ class DFlashSource(FileHead):
 
     cfg: DFlashConfig
     layout: str = dataclasses.field(default="speculators", compare=False)
-    writes: bool = False
+    writes: bool = dataclasses.field(default=False, compare=False)
 
     # --- files -----------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class Eagle3Source(FileHead):
 
     cfg: Eagle3Config
     layout: str = dataclasses.field(default="speculators", compare=False)
-    writes: bool = False
+    writes: bool = dataclasses.field(default=False, compare=False)
     tied: bool = dataclasses.field(default=False, compare=False)
 
     # --- making one ------------------------------------------------------------------------------

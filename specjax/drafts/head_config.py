@@ -229,11 +229,8 @@ class HeadFiles:
             elif dtype not in _FLOATS:
                 problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
         if problems:
-            about = ""
-            if any("q_norm" in problem or "k_norm" in problem for problem in problems):
-                about = "; correct model_type: layers of qwen3 have q_norm and k_norm, llama's not"
             raise self.error(
-                f"the tensors do not fit this {self.kind} head: {'; '.join(problems[:50])}{about}"
+                f"the tensors do not fit this {self.kind} head: {'; '.join(problems[:50])}"
             )
 
 

@@ -662,18 +662,15 @@ def as_conversations(given: Any) -> list[list[Message]]:
     """Makes a list of conversations, each a list of messages, of one conversation or several.
 
     Raises:
-      ValueError: `given` is neither, or a message has no role.
+      ValueError: `given` is neither.
     """
     items = _as_list(given) or [None]
     conversations = [items] if isinstance(items[0], Mapping) else list(map(_as_list, items))
-    for conversation in conversations:
-        if not conversation or not all(
-            isinstance(m, Mapping) and "role" in m for m in conversation
-        ):
-            raise ValueError(
-                "messages are a list of {'role': 'user', 'content': text}, or a list of such lists "
-                f"for several conversations, got {_named(given)}"
-            )
+    if not all(conversations):
+        raise ValueError(
+            "messages are a list of {'role': 'user', 'content': text}, or a list of such lists "
+            f"for several conversations, got {_named(given)}"
+        )
     return conversations
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
 from specjax.config.spec import (
     AUTO_DRAFT,
     CHECKPOINT_DRAFT,
-    DRAFT_KINDS,
     DRAFT_WORDS,
     NGRAM_DRAFT,
     RANDOM_DRAFT,
@@ -36,6 +34,7 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.registry import DRAFTS
+from specjax.spelling import nearest
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
@@ -257,35 +256,20 @@ def require_same_draft(new: Draft, served: Draft) -> None:
     Raises:
       ValueError: they are of different kinds, or differ in a setting; the message names it.
     """
-    if type(new) is not type(served):
-        raise ValueError(
-            f"it is a head for {type(new).__name__}, and {type(served).__name__} drafts"
-        )
+    kinds = type(new).__name__, type(served).__name__
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"it is a head for {kinds[0]}, and {kinds[1]} drafts")
     if new.in_policy or not dataclasses.is_dataclass(new):
         return  # the config of a policy describes the head, too
     new, served = (run_as(one, RunConfig()) for one in (new, served))
-    for field in dataclasses.fields(new):
-        name, got, expected = field.name, getattr(new, field.name), getattr(served, field.name)
-        if field.compare and name != "writes" and got != expected:
-            name, got, expected = first_difference(name, got, expected)
-            raise ValueError(
-                f"its {name} is {got!r}, that of the draft is {expected!r}; start again with it"
-            )
-
-
-def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """The path of the first part in which two configs differ, and both parts."""
-    if name.endswith("layers"):
-        if len(one) != len(other):
-            return f"number of {name}", len(one), len(other)
-        parts = [(i, *both) for i, both in enumerate(zip(one, other, strict=True))]
-    elif type(one) is type(other) and dataclasses.is_dataclass(one):
-        names = [field.name for field in dataclasses.fields(one)]
-        parts = [(name, getattr(one, name), getattr(other, name)) for name in names]
-    else:
-        return name, one, other
-    part, one, other = next(pair for pair in parts if pair[1] != pair[2])
-    return first_difference(f"{name}.{part}", one, other)
+    differing = [
+        f"{field.name}={getattr(new, field.name)!r}, that of the draft is "
+        f"{getattr(served, field.name)!r}"
+        for field in dataclasses.fields(new)
+        if field.compare and getattr(new, field.name) != getattr(served, field.name)
+    ]
+    if differing:
+        raise ValueError(f"it has {'; '.join(differing)}; start again with it")
 
 
 def find_draft_at(name: str) -> Path:
@@ -305,18 +289,9 @@ def find_draft_at(name: str) -> Path:
         pass
     raise ValueError(
         f"draft: expected {', '.join(DRAFT_WORDS)}, the directory or id of a head or a model, or "
-        f"module:attribute[:PATH]; got {name!r}{_hint(name.strip().lower())}"
+        f"module:attribute[:PATH]; got {name!r}{nearest(name.lower(), DRAFT_WORDS)} (a new head is "
+        "draft=random with draft_kind=mtp or eagle3; strategy=off drafts nothing)"
     )
-
-
-def _hint(name: str) -> str:
-    """The end of a message: what a wrong word, in lower case, may have been meant to be."""
-    if name in ("none", "off", "no", "false"):
-        return "; did you mean strategy=off?"
-    if name in DRAFT_KINDS:
-        return f"; a new one is draft={RANDOM_DRAFT} and draft_kind={name}"
-    close = difflib.get_close_matches(name, DRAFT_WORDS, 1)
-    return f"; did you mean draft={close[0]}?" if close else ""
 
 
 def load_head(

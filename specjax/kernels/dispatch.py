@@ -35,27 +35,11 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels.backend import Declined, Unsuited, choose
-from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
+from specjax.kernels.reference import PANEL_WIDTH as PANEL_WIDTH
+from specjax.kernels.reference import tree_attention_by_position as tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.registry import BACKENDS
-
-__all__ = [
-    "PANEL_WIDTH",
-    "causal_attention",
-    "causal_attention_with_own",
-    "commit",
-    "device_of",
-    "has",
-    "layers",
-    "page_multiple",
-    "product",
-    "refuses",
-    "runs_layers",
-    "settle",
-    "tree_attention",
-    "tree_attention_by_position",
-]
 
 log = logging.getLogger(__name__)
 

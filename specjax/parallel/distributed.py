@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -135,11 +134,12 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if job.num_processes is not None:
         sharding.offer_cpu_devices(max(1, devices // job.num_processes))
-    advice = (
-        f"{job}: not all connected within {cfg.start_timeout} s. Start num_processes processes, "
-        "each with a process_id of its own, all with a coordinator that they can reach"
+    # jax aborts, and names no process, when the others do not connect.
+    waits = (
+        f"{job}, within {cfg.start_timeout} s: num_processes processes, each with a process_id of "
+        "its own, and all with a coordinator that they can reach"
     )
-    reporter = Reporter(f"error: {advice}")  # jax aborts when others do not connect
+    print(waits, file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(
             coordinator_address=job.coordinator,
@@ -152,38 +152,7 @@ def start(cfg: DistributedConfig, devices: int) -> None:
             heartbeat_timeout_seconds=cfg.lost_after,
         )
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"{advice} ({str(error).splitlines()[0]})") from error
-    finally:
-        reporter.cancel()
-
-
-_REPORTER = 'read -r word; [ "$word" = cancel ] || printf "%s\\n" "$0" >&2'
-
-
-class Reporter:
-    """Prints a text if the process ends before `cancel`, by SIGKILL or by jax, too.
-
-    It is a shell at the other end of a pipe.
-    """
-
-    def __init__(self, text: str):
-        self._shell = None
-        with contextlib.suppress(OSError):  # without a shell, only the message is missing
-            self._shell = subprocess.Popen(
-                ["sh", "-c", _REPORTER, text],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the process must not end the shell
-            )
-
-    def cancel(self) -> None:
-        """Ends the shell, which prints nothing."""
-        shell, self._shell = self._shell, None
-        if shell is not None:
-            with contextlib.suppress(OSError):
-                shell.stdin.write(b"cancel\n")
-                shell.stdin.close()
-            shell.wait()
+        raise DistributedError(f"{waits}; {str(error).splitlines()[0]}") from error
 
 
 def exit_now(status: int) -> None:

@@ -97,9 +97,9 @@ def test_a_file_bare_weights_and_an_empty_directory_are_no_head(tmp_path):
     ("word", "hint"),
     [
         ("", "expected auto, checkpoint"),
-        ("NGRAM", "did you mean draft=ngram?"),
-        ("none", "did you mean strategy=off?"),
-        ("eagle3", "draft=random and draft_kind=eagle3"),
+        ("NGRAM", "did you mean 'ngram'?"),
+        ("none", "strategy=off drafts nothing"),
+        ("eagle3", "draft=random with draft_kind"),
         ("zzz", "got 'zzz'"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_process_that_waits_in_vain_says_for_whom():
         text=True,
     )
     assert ended.returncode != 0
-    assert "process 1 of 2, which connect to 127.0.0.1:1: not all connected" in ended.stderr
+    assert "process 1 of 2, which connect to 127.0.0.1:1, within 1 s" in ended.stderr
 
 
 def test_one_process_starts_nothing_and_has_only_itself_to_ask():

@@ -322,9 +322,8 @@ def test_a_lost_process_ends_the_job_with_its_name(thin_policy, tmp_path, victim
     assert "with --resume" in said and "the last checkpoint in" in said, said
     if victim == 1:
         assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in said, said
-    else:  # jax ends whoever loses its coordinator, and the reporter says what that means
-        assert "process 0, which coordinates" in said and "coordination service" in said, said
-    assert "was killed, or ended by jax" in printed[victim], printed[victim]
+    else:  # jax ends whoever loses its coordinator
+        assert "coordination service" in said, said
     # One process goes on where two were.
     with Checkpointer(out / "checkpoints") as checkpoints:
         saved = checkpoints.all_steps()[-1]

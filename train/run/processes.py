@@ -43,13 +43,13 @@ def watched(cfg: Any, out: Path, user_errors: tuple[type[BaseException], ...]) -
     if not distributed.is_several():
         yield
         return
-    reporter = distributed.Reporter(
-        f"error: process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()}) of "
-        f"{jax.process_count()} was killed, or ended by jax, whose lines above then say which task "
-        "is lost: the process of that number, or process 0, which coordinates. The job cannot go "
-        "on without it. Start all processes again with --resume, as many as there are machines, to "
-        f"go on from the last checkpoint in {out}"
-    )
+    number, host = jax.process_index(), socket.gethostname()
+    print(
+        f"process {number} of {jax.process_count()} (pid {os.getpid()} on {host}): where one is "
+        "lost, jax says which task and ends the others; start all again with --resume to go on "
+        f"from the last checkpoint in {out}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
     try:
         _agree(cfg, out)
         yield
@@ -63,9 +63,7 @@ def watched(cfg: Any, out: Path, user_errors: tuple[type[BaseException], ...]) -
             traceback.print_exception(error)
         if distributed.is_first():  # when it ends jax aborts the others, which must print first
             time.sleep(LINGER)
-        reporter.cancel()
         distributed.exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
-    reporter.cancel()
 
 
 def _may_be_loss(error: BaseException) -> bool:

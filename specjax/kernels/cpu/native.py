@@ -56,9 +56,10 @@ class NoKernelError(RuntimeError):
 def load() -> None:
     """Registers the kernels with XLA; builds them first unless they are cached.
 
+    A target (SPECJAX_CPU_TARGET) that this processor cannot run ends the process by SIGILL.
+
     Raises:
-      NoKernelError: there is no compiler, every compiler failed, or the library cannot be loaded or
-        is for another processor.
+      NoKernelError: there is no compiler, every compiler failed, or the library cannot be loaded.
     """
     with _LOCK:
         reason = _try_to_load()
@@ -75,11 +76,6 @@ def _try_to_load() -> str | None:
         return str(error)
     try:
         library = ctypes.CDLL(str(path))
-        if lacking := _lacking(library):
-            return (
-                f"this processor lacks {', '.join(lacking)}, which {TARGET_VARIABLE} has; name a "
-                "target that the processor can run, or unset the variable"
-            )
         for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
@@ -90,26 +86,12 @@ def _try_to_load() -> str | None:
     return None
 
 
-def _lacking(library: ctypes.CDLL) -> list[str]:
-    """Returns the instruction sets that a library may use and this processor lacks.
-
-    The list is empty where the system does not report them, and where -march=native was used.
-    """
-    has, targets = _features().split(), _targets()
-    if targets == NATIVE or not has:
-        return []
-    first = ctypes.c_char.in_dll(library, "specjax_instructions")
-    pairs = [word.split("=") for word in ctypes.string_at(ctypes.addressof(first)).decode().split()]
-    # A macro that the compiler does not define is left as it is.
-    return [name for name, value in pairs if not value.startswith("__") and name not in has]
-
-
 def build() -> Path:
     """Builds the library unless it is cached, by the first compiler that succeeds.
 
-    The library is not run, so a machine may build for another processor (SPECJAX_CPU_TARGET). A
-    machine without a compiler uses the library that another one put into a shared cache: the
-    libraries of all compilers compute the same.
+    The library is not run, so a machine may build for another processor (SPECJAX_CPU_TARGET), and
+    one without a compiler uses what another one put into a shared cache: the libraries of all
+    compilers compute the same.
 
     Returns:
       the path of the library.
@@ -118,27 +100,16 @@ def build() -> Path:
       NoKernelError: there is no compiler, every compiler failed, or a variable's flags are invalid.
     """
     targets, cache = _targets(), cache_dir()
-    key = _key(targets)
-    try:
-        compilers = _compilers()
-    except NoKernelError:
-        kept = sorted(cache.glob(f"specjax-{key}-*.so")) if cache else []
-        if kept and not os.environ.get("CXX"):
-            return kept[0]
-        raise
-    reasons = []
-    for compiler in compilers:
+    name = f"specjax-{_key(targets)}.so"
+    if cache and os.path.exists(cache / name):  # no error without permission
+        return cache / name
+    path, reasons = _writable(cache) / name, []
+    for compiler in _compilers():
         try:
-            name = f"specjax-{key}-{_digest(_version(compiler))}.so"
-            if cache and os.path.exists(cache / name):  # no error without permission
-                return cache / name
-            path = _writable(cache) / name
             _compile(compiler, targets, path)
             return path
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError, NoKernelError) as error:
             reasons.append(f"{compiler}: {error}")
-        except NoKernelError as error:
-            reasons.append(str(error))
     raise NoKernelError("; ".join(reasons))
 
 
@@ -171,13 +142,13 @@ def _writable(cache: Path | None) -> Path:
 
 
 def _key(targets: Sequence[Sequence[str]]) -> str:
-    """Returns a digest of everything that determines the library, except the compiler.
+    """Returns a digest of everything that determines the library, except the compiler's version.
 
     The processor is part of it unless flags name a target, because machines with different
     processors may share a home directory.
     """
     parts = [*(path.read_text() for path in READ), str((FLAGS, targets, EXACT))]
-    parts += [jaxlib.__version__, platform.machine()]
+    parts += [jaxlib.__version__, platform.machine(), os.environ.get("CXX", "")]
     if any("native" in flag for flags in targets for flag in flags):
         parts += [platform.processor(), _features()]
     return _digest("\n".join(parts))
@@ -191,11 +162,6 @@ def _features() -> str:
         return ""
     of_one = (line for line in lines if line.startswith(("flags", "Features")))
     return next(of_one, "").partition(":")[2]
-
-
-def _version(compiler: str) -> str:
-    command = [compiler, "--version"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
 
 
 def _digest(text: str) -> str:
@@ -219,4 +185,4 @@ def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> Non
     errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
     target = os.environ.get(TARGET_VARIABLE)
     remedy = f" with {TARGET_VARIABLE}={target!r}; correct or unset it" if target else ""
-    raise NoKernelError(f"{compiler} failed{remedy}: {errors[0]}")
+    raise NoKernelError(f"failed{remedy}: {errors[0]}")
