@@ -278,16 +278,8 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
         return drafting.described()
-    text = f"{drafting.described()} (draft.mode={cfg.draft.mode}"
-    if cfg.draft.mode != "online":
-        return f"{text})"
-    steps = cfg.draft.unroll_steps
-    text += f", draft.unroll_steps={steps})"
-    longest = max(drafting.strategies, key=lambda strategy: strategy.steps)
-    if steps >= longest.steps:
-        return text
-    # A head that was trained on all of them loses at the others what it had learnt.
-    return f"{text}; draft.unroll_steps={longest.steps} would train all that {longest} drafts"
+    steps = f", draft.unroll_steps={cfg.draft.unroll_steps}" * (cfg.draft.mode == "online")
+    return f"{drafting.described()} (draft.mode={cfg.draft.mode}{steps})"
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:

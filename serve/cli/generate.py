@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,6 @@ def _generate(
     params = cfg.sampling({"max_tokens": None})
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
-        from specjax.engine.programs import no_messages
         from specjax.engine.request import CallSeeds
 
         llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
@@ -101,8 +101,9 @@ def _generate(
     kept = sum(len(request.jobs) for request in requests) - len(missing)
     if kept:
         _print(f"{kept} samples are in {cfg.output} already")
-    with no_messages() if cfg.quiet else contextlib.nullcontext():
-        totals, compiling, ended = _run(llm, missing, lines, cfg)
+    if cfg.quiet:
+        logging.getLogger("specjax.engine.programs").disabled = True
+    totals, compiling, ended = _run(llm, missing, lines, cfg)
     invalid = sum(sample.error is not None for _, sample in ended)
     if cfg.stats:
         _print(_stats(llm, totals, len(missing), compiling))

@@ -30,6 +30,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from specjax.config import Strategy
+from specjax.config.checks import choice
 from specjax.decode import shards
 from specjax.decode.accept import Acceptance, accept_block, accept_recursive
 from specjax.decode.noise import RESIDUAL, request_keys, request_words, round_coins, round_noise
@@ -159,8 +160,7 @@ def speculative_accept(
     Raises:
       ValueError: proposal and result do not fit together, or the rule is none of these.
     """
-    if acceptance not in RULES:
-        raise ValueError(f"acceptance must be one of {RULES}, got {acceptance!r}")
+    choice("acceptance", acceptance, RULES)
     (n, vocab), p = proposal.probs.shape, verified.probs
     bonus = len(p) == n + 1
     if p.shape[1] != vocab or not (bonus or len(p) == n > 0):

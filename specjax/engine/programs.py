@@ -200,16 +200,6 @@ class CompileProgress:
 
 
 @contextlib.contextmanager
-def no_messages() -> Iterator[None]:
-    """A context in which nothing is logged about compiling."""
-    log.disabled, before = True, log.disabled
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextlib.contextmanager
 def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
     """A context that logs what is compiled in it, if that takes longer than `SILENT_SECONDS`."""
     text = f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it"

@@ -43,10 +43,6 @@ class TextStream:
         self._held = 0  # number of INCOMPLETEs that left the window and are not in `text` yet
         self.text = ""
 
-    def push(self, token: int) -> None:
-        """Appends a token."""
-        self.extend((token,))
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens, and decodes once."""
         if not tokens:
@@ -141,7 +137,7 @@ class StopStrings:
         """
         for token in tokens:
             searched = len(self._stream.text)
-            self._stream.push(token)
+            self._stream.extend((token,))
             self._count += 1
             if self._count <= self._min_tokens:
                 continue
@@ -229,7 +225,7 @@ class TextOffsets:
         places = []
         for token in tokens:
             place = self.end
-            self._stream.push(token)
+            self._stream.extend((token,))
             new = self._stream.text[place - self.start :]
             # Bytes of earlier tokens that turn out to be no character come first.
             others = len(new) - len(new.lstrip(INCOMPLETE))

@@ -31,7 +31,6 @@ _STORAGES = {
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8,
     "BoolStorage": np.bool_,
 }  # fmt: skip
-_ADVICE = "fetch the file again, or convert it to safetensors"
 
 
 class Pickled(Safetensors):
@@ -51,17 +50,12 @@ class Pickled(Safetensors):
         """Returns lazy arrays by name.
 
         Raises:
-          CheckpointError: a file is missing or damaged, or two hold a tensor of the same name.
+          CheckpointError: a file is missing or damaged.
           UnsupportedModelError: a file is of another format of torch, or names what is no tensor.
         """
-        tensors: dict[str, Tensor] = {}
         whole = self.path / BIN
-        for file in [whole] if whole.exists() else listed_files(self.path / BIN_INDEX):
-            for name, tensor in read_tensors(file).items():
-                if name in tensors:
-                    raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
-                tensors[name] = tensor
-        return tensors
+        files = [whole] if whole.exists() else listed_files(self.path / BIN_INDEX)
+        return {name: x for file in files for name, x in read_tensors(file).items()}
 
 
 class Tensor:
@@ -104,11 +98,11 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged pickle or archive raises almost anything
         raise CheckpointError(
             pointer_problem(file)
-            or f"{file} is damaged, or no file of torch.save 1.6 or later ({error}); {_ADVICE}"
+            or f"{file} is damaged, or no file of torch.save 1.6 or later ({error}); "
+            "fetch the file again, or convert it to safetensors"
         ) from error
-    if not (
-        isinstance(value, dict) and value and all(isinstance(t, Tensor) for t in value.values())
-    ):
+    tensors = value.values() if isinstance(value, dict) else ()
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UnsupportedModelError(
             f"{file} holds something other than a dictionary of tensors by name; save the model's "
             "state_dict alone"
@@ -154,14 +148,7 @@ class _Unpickler(pickle.Unpickler):
         begin = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
         return dtype, memoryview(self._content)[begin : begin + size]
 
-    def _tensor(
-        self,
-        storage: tuple[np.dtype, memoryview],
-        offset: int,
-        shape: tuple,
-        strides: tuple,
-        *_: Any,
-    ) -> Tensor:
+    def _tensor(self, storage, offset: int, shape: tuple, strides: tuple, *_: Any) -> Tensor:
         """Returns the view of a storage that `torch._utils._rebuild_tensor_v2` would make.
 
         numpy raises ValueError for a view that leaves the storage.

@@ -16,7 +16,6 @@ from train.eval_schema import Asked, EvalSet, asked_sets
 from train.rewards.scoring import Scorer
 from train.schema import DataConfig, RLConfig
 
-_DRAWS = 2000  # problems of training that are compared with those of sets
 _ALL = 1 << 62  # more rows than any file has
 
 
@@ -62,10 +61,8 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     """
     sets, notes, names = [], [], inputs.scorer.names
     scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
-    from_files = isinstance(inputs.problems, list)
-    # Generated problems take time to make, and are not compared with rows of files.
-    compared = {name for name, chosen in cfg.eval.sets.items() if from_files or not chosen.path}
-    training = _drawn(cfg, inputs.problems) if compared else []
+    # Generated problems take time to make, and are not compared.
+    training = inputs.problems if isinstance(inputs.problems, list) else []
     questions = {rows.asked_by(problem) for problem in training}
     for asked in asked_sets(cfg.eval, cfg.rollout):
         if asked.name is None:
@@ -79,27 +76,12 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
             ) from error
         sets.append(made)
         notes += lines
-        if asked.name not in compared:
-            continue
         if trained := sum(rows.asked_by(problem) in questions for problem in made.problems):
-            where = "are trained on, too; data.heldout_path leaves them out of training"
-            if not from_files:
-                where = f"are among the first {len(training)} that are trained on, too"
             notes.append(
-                f"WARNING: {asked.key}: {trained} of its {len(made.problems)} questions {where}"
+                f"WARNING: {asked.key}: {trained} of its {len(made.problems)} questions are "
+                "trained on, too; data.heldout_path leaves them out of training"
             )
     return sets, notes
-
-
-def _drawn(cfg: RLConfig, problems: Sequence[Problem]) -> list[Problem]:
-    """Returns problems that training draws: all of files, and some thousand of generated ones.
-
-    A generated problem takes time to make, and those that a run does not come to are not its data.
-    """
-    if isinstance(problems, list) or not len(problems):
-        return [*problems]
-    order = rows.endless(problems, cfg.data.seed)
-    return [order[i] for i in range(min(cfg.steps * cfg.rollout.prompts, _DRAWS, len(problems)))]
 
 
 def _read_set(

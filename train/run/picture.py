@@ -72,12 +72,7 @@ PANELS = (
         "generated tokens per second",
         {"rollout/longest_sample_tokens_per_sec": "longest sample"},
     ),
-    Panel(
-        "Draft head: training loss",
-        "draft.loss per token",
-        {"train/mtp_loss": "draft head"},
-        bottom=None,
-    ),
+    Panel("Draft head: training loss", "draft.loss per token", {"train/mtp_loss": "head"}, None),
     Panel("Policy entropy: lower is surer", "nats per token", {"train/entropy": "policy"}),
     Panel(
         "Time per step, by phase",
@@ -98,12 +93,7 @@ PANELS = (
         "share of tokens clipped",
         {"train/clip_fraction": "clipped"},
     ),
-    Panel(
-        "Size of the policy update: KL",
-        "nats per token",
-        {"train/kl": "KL divergence"},
-        bottom=None,
-    ),
+    Panel("Size of the policy update: KL", "nats per token", {"train/kl": "KL divergence"}, None),
 )
 
 
