@@ -15,7 +15,7 @@ from specjax import LLM, ModelConfig
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint import weights
-from specjax.engine.sources import first_difference, load_head, require_same_draft
+from specjax.engine.sources import differing_setting, load_head, require_same_draft
 from specjax.models.transformer import Params
 from specjax.parallel.copies import checksum
 from specjax.tokenizer import with_tokenizer_end
@@ -198,12 +198,9 @@ def weights_info(llm: LLM) -> dict:
 
 def _require_same(new: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
     """Raises ValueError if new weights are of another model than `cfg`."""
-    for name in cfg.__dataclass_fields__:
-        if name in _MAY_DIFFER or (name in _HEAD_FIELDS and not has_head):
-            continue
-        served, found = getattr(cfg, name), getattr(new, name)
-        if name == "eos_token_ids":  # their order has no meaning
-            served, found = sorted(served), sorted(found)
-        if served != found:
-            name, served, found = first_difference(name, served, found)
-            raise ValueError(f"its {name} is {found!r}, that of the model served is {served!r}")
+    ignored = _MAY_DIFFER if has_head else (*_MAY_DIFFER, *_HEAD_FIELDS)
+    names = [name for name in cfg.__dataclass_fields__ if name not in ignored]
+    new, cfg = (c.replace(eos_token_ids=tuple(sorted(c.eos_token_ids))) for c in (new, cfg))
+    if any(getattr(new, name) != getattr(cfg, name) for name in names):
+        name, got, served = differing_setting(new, cfg, names)
+        raise ValueError(f"its {name} is {got!r}, that of the model served is {served!r}")

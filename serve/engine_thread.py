@@ -379,7 +379,7 @@ class EngineThread:
             preemptions=sum(one.preemptions for one in several),
             compilations=sum(one.runner.compilations for one in several),
             version=engine.version,
-            rejections={} if engine.telemetry is None else engine.telemetry.causes,
+            rejections={} if engine.telemetry is None else dict(engine.telemetry.summary().causes),
             replicas=tuple(
                 Replica(one.controller.active, count, one.outstanding - count)
                 for one, count in zip(several, counts, strict=True)

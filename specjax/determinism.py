@@ -39,7 +39,7 @@ def set_up() -> None:
         return
     if f"{FLAG}=true" not in flags.split():
         if backends_run():
-            if platform() != "gpu":
+            if jax.devices()[0].platform != "gpu":
                 return
             raise ValueError(
                 "deterministic=true comes too late: jax read its flags when it started its "
@@ -70,8 +70,3 @@ def backends_run() -> bool:
         return True
     jax.config.update("jax_num_cpu_devices", count)
     return False
-
-
-def platform() -> str:
-    """The platform of the default device; starts the backends."""
-    return jax.devices()[0].platform

@@ -105,7 +105,7 @@ def tokens_of(rows) -> dict:
     ("argv", "said"),
     [
         (["generate", "--model", "d", "a", "--max-tokenz", "3"], "did you mean 'max_tokens'?"),
-        (["convert", "a", "b", "--forse"], "did you mean 'force'?"),
+        (["convert", "a", "b", "--dtyp=x"], "did you mean 'dtype'?"),
         (["serve", "--model", "d", "--maxbatch=3"], "did you mean 'engine.max_batch'?"),
         (["serve", "--model", "d", "--port"], "--port: expected int after it"),
     ],

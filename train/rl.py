@@ -28,6 +28,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
@@ -173,7 +175,7 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
     cfg = trainer.cfg
     yield from trainer.start_lines()
     yield trainer.dtype_line
-    if run.resumed and not cfg.deterministic and determinism.platform() == "gpu":
+    if run.resumed and not cfg.deterministic and jax.devices()[0].platform == "gpu":
         yield (
             "WARNING: on a GPU XLA chooses algorithms by measuring them, so that the last bits of "
             "this run may differ from those of a run that was never stopped; deterministic=true "

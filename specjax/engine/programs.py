@@ -233,20 +233,14 @@ class Graphs:
         if enforce_eager:
             reason = "enforce_eager"
         elif device.count > 1:
-            reason = (
-                f"{device.count} devices share a chunk, whose transfers in graphs are not tested"
-            )
+            reason = f"{device.count} devices share a chunk, and such graphs are not tested"
         elif "library:cudnn" in kernels:
             reason = "with cuDNN's attention in graphs other tokens were sampled"
         self.wanted = is_gpu and reason is None
         self.plain: Options = NO_GRAPH if is_gpu and enforce_eager else {}
-        self.line: str | None = None
-        if is_gpu:
-            self.line = f"CUDA graphs are off: {reason}"
+        self.line = f"CUDA graphs are off: {reason}" if is_gpu else None
         if self.wanted:
-            self.line = (
-                "CUDA graphs: one for each chunk, if its results are those of a plain program"
-            )
+            self.line = "CUDA graphs: one for each chunk, if its results are those without"
 
     def options(self, key: tuple) -> Options:
         """The compiler options of a program at the start, by its key, see `Executables`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,14 +263,25 @@ def require_same_draft(new: Draft, served: Draft) -> None:
     if new.in_policy or not dataclasses.is_dataclass(new):
         return  # the config of a policy describes the head, too
     new, served = (run_as(one, RunConfig()) for one in (new, served))
-    differing = [
-        f"{field.name}={getattr(new, field.name)!r}, that of the draft is "
-        f"{getattr(served, field.name)!r}"
-        for field in dataclasses.fields(new)
-        if field.compare and getattr(new, field.name) != getattr(served, field.name)
-    ]
-    if differing:
-        raise ValueError(f"it has {'; '.join(differing)}; start again with it")
+    if new != served:
+        names = [field.name for field in dataclasses.fields(new) if field.compare]
+        name, got, expected = differing_setting(new, served, names)
+        raise ValueError(
+            f"its {name} is {got!r}, that of the draft is {expected!r}; start again with it"
+        )
+
+
+def differing_setting(one: Any, other: Any, names: Collection[str]) -> tuple[str, Any, Any]:
+    """The dotted name of the first setting, in some fields of two configs, and both values."""
+    settings = []
+    for config in (one, other):
+        tree = {name: v for name, v in dataclasses.asdict(config).items() if name in names}
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        name_of = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+        settings.append({name_of(path): value for path, value in leaves})
+    mine, theirs = settings
+    name = next((n for n in mine | theirs if mine.get(n) != theirs.get(n)), "kind of layer")
+    return name, mine.get(name), theirs.get(name)
 
 
 def find_draft_at(name: str) -> Path:

@@ -37,7 +37,6 @@ class Weights:
       history: what the draft source keeps of samples that have ended; None: nothing.
       ids: the token ids that are drafted from, ascending; None: all.
       checksums: checksums of the weights that are held, by `policy` and `draft`.
-      moved: the most bytes that a device received for the weights when they were last set.
       axes: logical axes of all arrays by their names.
       repeated: names of arrays that layouts hold different numbers of times.
     """

@@ -231,11 +231,6 @@ class Collector:
             )
         self._sums.dropped += len(rounds) - kept
 
-    @property
-    def causes(self) -> dict[str, int]:
-        """Returns the number of rejections so far by cause, see `CAUSES`."""
-        return {name: self._sums.causes[name] for name in CAUSES}
-
     def summary(self) -> Summary:
         """Returns the sums so far, dropped records included."""
         return self._sums

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from bench.programs import change_dense
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_names import CheckpointWeightError
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.models.families.dense import dense_config
 from specjax.models.rope import RopeScaling
@@ -62,7 +63,7 @@ def test_every_weight_that_does_not_fit_is_named_in_one_error(folder):
     tensors["model.norm.weight"] = np.zeros(32, np.int32)
     tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((3, 5), np.float32)
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(hf.CheckpointWeightError) as caught:
+    with pytest.raises(CheckpointWeightError) as caught:
         hf.load_checkpoint(path)
     for line in (
         "wrong weights: 6",
@@ -79,11 +80,11 @@ def test_every_weight_that_does_not_fit_is_named_in_one_error(folder):
 def test_a_head_without_its_config_key_and_a_key_without_its_head_are_errors(folder, edit_json):
     path = folder("mimo")
     edit_json(path / "config.json", num_nextn_predict_layers=0)
-    with pytest.raises(hf.CheckpointWeightError, match="unexpected: model.mtp_layers.0.input_proj"):
+    with pytest.raises(CheckpointWeightError, match="unexpected: model.mtp_layers.0.input_proj"):
         hf.load_checkpoint(path)
     path = folder("qwen3")
     edit_json(path / "config.json", num_nextn_predict_layers=1)
-    with pytest.raises(hf.CheckpointWeightError, match="missing: model.layers.2.eh_proj.weight"):
+    with pytest.raises(CheckpointWeightError, match="missing: model.layers.2.eh_proj.weight"):
         hf.load_checkpoint(path)
 
 
@@ -113,7 +114,7 @@ def test_an_output_bias_is_accepted_only_when_it_is_zero(tmp_path):
     assert_same(hf.load_checkpoint(tmp_path / "out")[1], params)
     tensors[name] = np.ones(16, np.float32)
     save_file(tensors, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(hf.CheckpointWeightError, match=f"{name} is not zero"):
+    with pytest.raises(CheckpointWeightError, match=f"{name} is not zero"):
         hf.load_checkpoint(tmp_path / "out")
 
 
@@ -303,7 +304,7 @@ def test_a_head_that_fits_in_shape_only_is_refused(tmp_path):
     hf.save_head(tmp_path / "head.safetensors", cfg, make(cfg)[1])
     with pytest.raises(hf.CheckpointError, match="trained with recycle 'post_norm'.*'pre_norm'"):
         hf.load_head(tmp_path / "head.safetensors", cfg.replace(mtp_recycle="pre_norm"))
-    with pytest.raises(hf.CheckpointWeightError, match="missing: model.layers.3.eh_proj.weight"):
+    with pytest.raises(CheckpointWeightError, match="missing: model.layers.3.eh_proj.weight"):
         hf.load_head(tmp_path / "head.safetensors", cfg.replace(mtp_num_layers=2))
     with pytest.raises(hf.CheckpointError, match="does not exist"):
         hf.load_head(tmp_path / "none.safetensors", cfg)

@@ -115,7 +115,7 @@ def test_control_without_speculation_and_over_what_has_no_common_program_is_refu
     with pytest.raises(ValueError, match="spec=None says that there is no speculation"):
         LLM((CFG, *weights()), None, max_len=32, control=control)
     for arms, rows, reason in (
-        (("off", "2x2", "3_2_6"), 48, "no tree holds both '3_2_6' .* and '2x2'"),
+        (("off", "2x2", "3_2_6"), 48, "no tree holds both '3_2_6', a dynamic tree, and '2x2'"),
         (("1x3", "2x2"), 7, "holds those of 1x3, 2x2: it has 8 rows, more than spec_verify_tokens"),
     ):
         in_one = SpecConfig("1_1_2", invariant=True, spec_verify_tokens=rows)

@@ -86,8 +86,8 @@ def test_a_file_bare_weights_and_an_empty_directory_are_no_head(tmp_path):
     shutil.copy(GOLDEN / "plain" / "model.safetensors", tmp_path / "weights")
     for place, said in (
         (GOLDEN / "plain" / "model.safetensors", f"name the directory {GOLDEN / 'plain'}$"),
-        (tmp_path / "weights", "fetch config.json"),
-        (tmp_path, "holds no head and no model"),
+        (tmp_path / "weights", "no config.json"),
+        (tmp_path, "found neither"),
     ):
         with pytest.raises(CheckpointError, match=said):
             load_head(str(place), POLICY)

@@ -164,7 +164,7 @@ def test_what_cannot_be_meant_is_refused_by_name(settings, said):
          ["82 token sequences", f"at most {BAD_WORDS}"]),
         ({"bad_words": [range(9)]}, ["9 tokens", f"at most {BAD_WORD_LENGTH}"]),
         ({"bad_words": ["x"]}, ["bad_words", "no tokenizer"]),
-        ({"stop": "x"}, ["stop", "no tokenizer", "stop_token_ids"]),
+        ({"stop": "x"}, ["stop", "no tokenizer"]),
         ({"allowed_token_ids": [4, 5], "bad_words": [(4,), (5,)]}, ["no token is left"]),
         ({"allowed_token_ids": [EOS], "min_tokens": 1}, ["no token is left", "min_tokens"]),
     ],

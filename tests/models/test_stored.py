@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.huggingface_names import CheckpointWeightError
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.interfaces import Param, Stored, TensorSlice
@@ -176,10 +177,10 @@ def test_what_does_not_fit_is_named_by_its_tensor(tmp_path):
 
     source = edited(tmp_path / "gravel", tmp_path / "one", without_an_expert)
     lacks = r"missing: model\.layers\.2\.mlp\.experts\.3\.down\.weight, expected \[16, 24\]"
-    with pytest.raises(hf.CheckpointWeightError, match=lacks):
+    with pytest.raises(CheckpointWeightError, match=lacks):
         hf.load_checkpoint(source)
     source = edited(tmp_path / "boulder", tmp_path / "two", with_one_of_another_size)
-    with pytest.raises(hf.CheckpointWeightError) as error:
+    with pytest.raises(CheckpointWeightError) as error:
         hf.load_checkpoint(source)
     assert "wrong shape: rock/0/qkv, expected [64, 16], got [65, 16]" in str(error.value)
     assert "not supported: rock/0/nothing is not zero" in str(error.value)

@@ -32,7 +32,7 @@ MOST = 12  # tokens of a sample
 class FakeSample:
     def __init__(self, job, progress, version):
         self.job, self.version = job, version
-        self.tokens = list(progress.tokens) if progress else []
+        self.tokens = list(progress.token_ids) if progress else []
 
     def output(self, reason="abort"):
         tokens = list(self.tokens)
@@ -66,7 +66,7 @@ class FakeEngine:
         return bool(self._samples)
 
     def make(self, job, progress=None) -> FakeSample:
-        assert not progress or list(progress.transformed) == doubled(progress.tokens)
+        assert not progress or progress.transformed_logprobs == doubled(progress.token_ids)
         return FakeSample(job, progress, self.version)
 
     def queue(self, sample) -> FakeSample:

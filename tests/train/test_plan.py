@@ -90,7 +90,8 @@ def warm_up_recorded(trainer: rl.Trainer, ran: dict) -> None:
     runner.executables.build = build
     trainer.warm_up()
     # These ran before anybody could look.
-    for whose, program in zip(("policy", "draft"), runner.weights._mover.programs, strict=True):
+    programs = runner.weights._mover._programs.values()
+    for whose, program in zip(("policy", "draft"), programs, strict=True):
         ran["reshard", whose] = program.lower().as_text()
 
 

@@ -103,8 +103,9 @@ def build() -> Path:
     name = f"specjax-{_key(targets)}.so"
     if cache and os.path.exists(cache / name):  # no error without permission
         return cache / name
-    path, reasons = _writable(cache) / name, []
-    for compiler in _compilers():
+    compilers, reasons = _compilers(), []
+    path = _writable(cache) / name
+    for compiler in compilers:
         try:
             _compile(compiler, targets, path)
             return path
