@@ -58,9 +58,9 @@ def chaos(tokens: int, seed=0):
     return compared, unexplained, explained
 
 
-def test_20_000_tokens_under_chaos_are_those_of_plain_decoding():
-    compared, unexplained, _ = chaos(20_000)
-    assert compared >= 20_000 and not unexplained, "\n".join(map(str, unexplained))
+def test_10_000_tokens_under_chaos_are_those_of_plain_decoding():
+    compared, unexplained, _ = chaos(10_000)
+    assert compared >= 10_000 and not unexplained, "\n".join(map(str, unexplained))
 
 
 @pytest.mark.slow

@@ -176,6 +176,7 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     assert len(late) > 10 and late.count(best) > 0.7 * len(late), ran
 
 
+@pytest.mark.slow
 def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch):
     """A chunk of `off` hands out what the draft head needs of its tokens."""
     engine, read = adaptive(), []
