@@ -80,9 +80,6 @@ class LimitSection:
     queue: int = option(256, least=0)
 
 
-# Spells a setting of the library in messages as the user types it.
-
-
 @dataclass(frozen=True)
 class ServeConfig(ModelSettings):
     """The settings of `python -m serve`.

@@ -322,7 +322,7 @@ def tokenizer_dir(cfg: SFTConfig) -> Path:
 
 def head_steps(cfg: SFTConfig) -> int:
     """Returns the number of updates of the head stage, which only `draft.mode=online` has."""
-    return cfg.draft_steps if cfg.draft.mode == "online" else 0
+    return cfg.draft_steps if cfg.trains_head else 0
 
 
 def describe_stages(cfg: SFTConfig) -> str:

@@ -195,7 +195,7 @@ def token_texts(decode: Decode, token_ids: Sequence[int]) -> list[str]:
     stream, texts = TextStream(decode), []
     known = 0
     for token in token_ids:
-        stream.push(token)
+        stream.extend((token,))
         texts.append(stream.text[known:])
         known = len(stream.text)
     if texts:
