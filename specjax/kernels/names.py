@@ -12,8 +12,7 @@ NVIDIA = ("gpu", "cuda")
 OWN = {
     "cpu": ("cpu",),
     "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
-    "gpu": ("gpu", "triton", "gpu:flash", "library:cudnn", "library:xla"),
-    "cuda": ("gpu", "triton", "gpu:flash", "library:cudnn", "library:xla"),
+    **dict.fromkeys(NVIDIA, ("gpu", "triton", "gpu:flash", "library:cudnn", "library:xla")),
     "rocm": ("gpu", "library:xla"),
 }
 ATTENTION = ("auto", *sorted(BACKENDS.names))

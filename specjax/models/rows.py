@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.interfaces import Axes, Param, Params, Stored
-from specjax.weights.matrix import join
 
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
@@ -109,7 +108,7 @@ def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
         parts = {name: params[name] for name in names}
         copies = {name: rows[name].fused.copies for name in names}
         if None in copies.values():
-            out[into] = join(list(parts.values()))
+            out[into] = jnp.concatenate(list(parts.values()), axis=-1)
             continue
         repeated = [jnp.repeat(x[..., None, :], copies[n], axis=-2) for n, x in parts.items()]
         out[into] = jnp.concatenate(repeated, axis=-2)

@@ -25,13 +25,13 @@ def open_checkpoint(path: str | Path, load_format: str = AUTO) -> Any:
     path = Path(path)
     if load_format != AUTO:
         return READERS.find(load_format)(path)
-    readers = [READERS.named(name) for name in READERS.names]
-    return next((r for r in readers if r.recognises(path)), readers[-1])(path)
+    *_, last = readers = READERS.all()
+    return next((reader for reader in readers if reader.recognises(path)), last)(path)
 
 
 def recognised(path: str | Path) -> bool:
     """Returns whether a path holds a policy's weights in one of the formats in `READERS`."""
-    return any(READERS.named(name).recognises(Path(path)) for name in READERS.names)
+    return any(reader.recognises(Path(path)) for reader in READERS.all())
 
 
 def load_tokenizer(path: str | Path, required: bool = True, load_format: str = AUTO) -> Any:

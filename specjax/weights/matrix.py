@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -186,13 +186,6 @@ def unpack(matrix: Matrix) -> Float[Array, "I O"]:
     return matrix if is_array(matrix) else matrix.unpack()
 
 
-def join(matrices: Sequence[Matrix]) -> Matrix:
-    """Concatenates the columns of matrices with equal numbers of rows, in any formats."""
-    if all(is_array(matrix) for matrix in matrices):
-        return jnp.concatenate(list(matrices), axis=-1)
-    return Joined(tuple(matrices))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed:
@@ -213,32 +206,6 @@ class Transposed:
 
     def dot_t(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         return self.of.dot(x)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """The concatenated columns of matrices in several formats."""
-
-    parts: tuple[Any, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return *self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts)
-
-    def unpack(self) -> Float[Array, "*N I O"]:
-        return jnp.concatenate([unpack(part) for part in self.parts], axis=-1)
-
-    def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        return jnp.concatenate([dot(x, part) for part in self.parts], axis=-1)
-
-    def dot_t(self, x: Float[Array, "... O"]) -> Float[Array, "... I"]:
-        ends = np.cumsum([part.shape[-1] for part in self.parts])[:-1]
-        pieces = jnp.split(x, ends, axis=-1)
-        return sum(dot(p, transposed(m)) for p, m in zip(pieces, self.parts, strict=True))
-
-    def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
-        return jnp.concatenate([rows(part, ids) for part in self.parts], axis=-1)
 
 
 # --- formats --------------------------------------------------------------------------------------
