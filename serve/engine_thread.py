@@ -31,6 +31,7 @@ from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.engine.sequence import News, Sample
 from specjax.telemetry import Collector
+from specjax.telemetry.collector import CAUSES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -379,7 +380,7 @@ class EngineThread:
             preemptions=sum(one.preemptions for one in several),
             compilations=sum(one.runner.compilations for one in several),
             version=engine.version,
-            rejections={} if engine.telemetry is None else dict(engine.telemetry.summary().causes),
+            rejections=_rejections(engine.telemetry),
             replicas=tuple(
                 Replica(one.controller.active, count, one.outstanding - count)
                 for one, count in zip(several, counts, strict=True)
@@ -423,6 +424,11 @@ class EngineThread:
             metrics.latency.observe(now - request.arrived)
             request.open -= 1
             self.outstanding -= 1
+
+
+def _rejections(telemetry: Collector | None) -> dict[str, int]:
+    """The number of rejected drafts by cause, those without any included."""
+    return {} if telemetry is None else {name: telemetry.summary().causes[name] for name in CAUSES}
 
 
 def count_only(engine: Engine | Replicas) -> None:

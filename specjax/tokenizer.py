@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,9 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
     arguments = dict(options or {})
+    template = getattr(tokenizer, "chat_template", "")
+    if unread := [n for n in arguments if not re.search(rf"\b{re.escape(n)}\b", str(template))]:
+        raise ValueError(f"the chat template reads no {', '.join(unread)}; leave it out")
     try:
         if tools:
             arguments["tools"] = list(tools)

@@ -49,6 +49,6 @@ def run_program(
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")
     except KeyboardInterrupt as error:
-        where = str(error) or "interrupted before the run began; nothing was saved yet"
+        where = str(error) or "interrupted; nothing was saved yet"
         print(f"\n{prog}: {where}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

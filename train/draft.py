@@ -3,8 +3,8 @@
     prompts -> samples of the policy itself, at the rollout's temperature (train.data.samples)
             -> the tokens that the head drafts from: the most frequent ones
             -> a new head, or one to go on with (train.heads.kinds)
-            -> per update: hidden states of the policy for a packed micro-batch
-               (train.heads.states) and an update of the head on them (train.heads.training)
+            -> per update: hidden states of the policy for a packed micro-batch, and an update of
+               the head on them (train.heads.training)
             -> held-out accept length by decoding with the head, beside that of n-grams
                (train.heads.curve)
             -> the head's files in <out>/head
@@ -325,7 +325,6 @@ class HeadTrainer:
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        engine.alarm = None  # a new head gains nothing yet; `not_learnt` speaks at the end
         return engine
 
     def _begin_evaluation(self) -> None:

@@ -96,6 +96,8 @@ def run(cfg: EvalConfig) -> dict[str, float]:
     _leave_training_out(cfg)
     named = find_policy(cfg)
     path, out = Path(cfg.model), Path(cfg.out)
+    if (out / CHECKPOINTS).is_dir():
+        raise ConfigError(f"out={out} is the directory of a run; choose another for the results")
     try:
         _, places = make_meshes(cfg)
         target = read_config(path)
@@ -220,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_run = ["--config", str(model / CONFIG_FILE)]
 
     def evaluates(cfg: EvalConfig) -> None:
-        if of_run and "out" not in typed_in(cfg):
-            cfg.out = EvalConfig.out  # and not the directory of the run
+        if "out" not in typed_in(cfg):
+            cfg.out = EvalConfig.out  # and not the directory of the run whose settings these are
         run(cfg)
 
     description = "Evaluates a policy."

@@ -303,7 +303,7 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
         try:
             check_job(where, job, Limits(model, longest, len(job.stop_ids), None))
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(str(error)) from error
         features.append(features_of(job, model.vocab_size))
     return functools.reduce(operator.or_, features)
 

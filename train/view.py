@@ -69,20 +69,20 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any], int], Any]):
-        self.path, self._keep, self._data = path, keep, b""
+        self.path, self._keep, self._whole = path, keep, b""  # the lines that were read
         self.items: list[Any] = []
         self.notes: list[str] = []
+        self._damaged: list[str] = []
         self.generation = time.time_ns()  # not that of a server before this one
 
     def refresh(self) -> None:
-        """Reads the file if it has changed since the last call."""
+        """Reads the lines that were written since the last call."""
         data = self.path.read_bytes() if self.path.exists() else b""
-        if data == self._data:
-            return
-        self.generation += not data.startswith(self._data)
-        self._data, self.items, damaged = data, [], []
-        *lines, rest = data.split(b"\n")
-        for number, line in enumerate(lines, 1):
+        if not data.startswith(self._whole):  # it is another file
+            self.generation += 1
+            self._whole, self.items, self._damaged = b"", [], []
+        *lines, rest = data[len(self._whole) :].split(b"\n")
+        for number, line in enumerate(lines, self._whole.count(b"\n") + 1):
             if not line.strip():
                 continue
             try:
@@ -91,12 +91,13 @@ class RecordFile:
                     raise ValueError("no object with a step")
                 self.items.append(self._keep(record, len(line)))
             except (ValueError, KeyError, TypeError) as error:
-                damaged.append(
+                self._damaged.append(
                     f"{self.path.name}, line {number}: no record of a step, left out ({error})"
                 )
-        self.notes = damaged[:NOTES]
-        if len(damaged) > NOTES:
-            self.notes.append(f"{self.path.name}: {len(damaged) - NOTES} more such lines")
+        self._whole = data[: len(data) - len(rest)]
+        self.notes = self._damaged[:NOTES]
+        if len(self._damaged) > NOTES:
+            self.notes.append(f"{self.path.name}: {len(self._damaged) - NOTES} more such lines")
         if rest.strip():
             self.notes.append(
                 f"{self.path.name}: the last line is not complete yet and left out; if the run was "

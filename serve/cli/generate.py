@@ -101,9 +101,10 @@ def _generate(
     kept = sum(len(request.jobs) for request in requests) - len(missing)
     if kept:
         _print(f"{kept} samples are in {cfg.output} already")
-    if cfg.quiet:
-        logging.getLogger("specjax.engine.programs").disabled = True
+    compilers = logging.getLogger("specjax.engine.programs")
+    compilers.disabled = cfg.quiet
     totals, compiling, ended = _run(llm, missing, lines, cfg)
+    compilers.disabled = False
     invalid = sum(sample.error is not None for _, sample in ended)
     if cfg.stats:
         _print(_stats(llm, totals, len(missing), compiling))

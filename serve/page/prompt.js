@@ -248,7 +248,7 @@ function showSpread(runs) {
 async function sideBySide(body, signal) {
   const views = [column("With speculation"), column("Without speculation")];
   $("answers").replaceChildren(...views.map(({box}) => box));
-  const bodies = [body, {...body, speculative: "off"}], found = [];
+  const bodies = [body, {...body, speculative: false}], found = [];
   const order = turns % 2 ? [1, 0] : [0, 1];
   turns += 1;
   for (const i of order) {

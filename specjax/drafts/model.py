@@ -90,10 +90,9 @@ class ModelSource(Draft):
 
     def __post_init__(self):
         if cost(self.cfg, 1).slot:
-            kinds = sorted({layer.mixer.kind for layer in self.cfg.layers})
             raise ValueError(
-                f"a standalone draft model keeps keys and values alone, and this one has layers of "
-                f"{', '.join(kinds)} with recurrent state; draft with a head of the policy"
+                "a standalone draft model keeps keys and values alone, and this one has layers "
+                "with recurrent state; draft with a head of the policy"
             )
 
     @classmethod

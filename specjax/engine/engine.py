@@ -216,10 +216,7 @@ class Engine(BaseEngine):
         return runner.cfg, runner.mesh, self.spec, self.config, plans, sizes, self.piece_widths
 
     def start_lines(self) -> list[str]:
-        """Lines for the log at the start: whether the engine speculates, how, and on which kernel.
-
-        Later the controller logs the strategy and the accept length, see `specjax.control`.
-        """
+        """Lines for the log at the start: whether it speculates, how, and on which kernel."""
         first = self.controller if self.warm_rows or not self._starts_plain else self._plain
         plans, using = self.runner.plans, f"Using strategy: {first.active}"
         if len(plans) > 1:

@@ -662,11 +662,11 @@ def as_conversations(given: Any) -> list[list[Message]]:
     """Makes a list of conversations, each a list of messages, of one conversation or several.
 
     Raises:
-      ValueError: `given` is neither.
+      ValueError: `given` is neither, or a message has no role.
     """
     items = _as_list(given) or [None]
     conversations = [items] if isinstance(items[0], Mapping) else list(map(_as_list, items))
-    if not all(conversations):
+    if not all(c and all(isinstance(m, Mapping) and "role" in m for m in c) for c in conversations):
         raise ValueError(
             "messages are a list of {'role': 'user', 'content': text}, or a list of such lists "
             f"for several conversations, got {_named(given)}"

@@ -44,8 +44,8 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     `auto` is the head if the config has one, else n-grams.
 
     Raises:
-      ValueError: `spec` names a path, which must be loaded (see `load_source`).
-      ValueError: it names a class of the user's own that does not exist, or is no class.
+      ValueError: `spec` names a path, which must be loaded (see `load_source`), or a class of the
+        user's own that does not exist, or is no class.
     """
     own_draft, name = spec.own_draft, spec.draft
     if own_draft is not None:

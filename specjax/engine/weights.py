@@ -114,6 +114,8 @@ class Weights:
     def _take_columns(self) -> None:
         if self.ids is not None and self.head is not None and self.policy is not None:
             self.vocabulary = self._columns(self.head, self.policy, self.ids)
+            if (np.asarray(self.vocabulary["ids"]) >= self.cfg.vocab_size).all():
+                raise ValueError("token_map has none of the tokens that the draft head drafts")
 
     def feed(self, samples: Sequence[FinishedSample]) -> None:
         """Passes ended samples to the draft source, see `Draft.feed`; compiles nothing."""

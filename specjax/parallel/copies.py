@@ -95,7 +95,7 @@ class Copies:
             try:
                 self._programs[key] = Reshard(tree, self.mesh, axes, convert)
             except Unrelated as error:
-                log.warning("weights reach the replicas through the memory of hosts: %s", error)
+                log.info("weights reach the replicas through the memory of hosts: %s", error)
                 self._programs[key] = None
         if self._programs[key] is None:
             return self._fetched(tree, axes, convert)
@@ -107,7 +107,7 @@ class Copies:
         return [jax.tree.map(lambda a, p=place: part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
-        """Copies weight by weight, because a host may not have room for all of them."""
+        """Copies through the memory of hosts, which hold one weight at a time."""
         tree = tree if convert is None else convert(tree)
         leaves, structure = jax.tree.flatten(tree)
         targets = [sharding.param_shardings(place, tree, axes) for place in self.own]

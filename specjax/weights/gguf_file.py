@@ -78,7 +78,7 @@ class GGUFFile:
             self._read_header()
         except UnsupportedModelError:
             raise
-        except (struct.error, ValueError, KeyError) as error:
+        except (struct.error, ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise self.damaged(f"its header at byte {self._at}: {error}") from error
 
     def damaged(self, why: str) -> CheckpointError:

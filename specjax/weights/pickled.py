@@ -55,7 +55,10 @@ class Pickled(Safetensors):
         """
         whole = self.path / BIN
         files = [whole] if whole.exists() else listed_files(self.path / BIN_INDEX)
-        return {name: x for file in files for name, x in read_tensors(file).items()}
+        tensors = [pair for file in files for pair in read_tensors(file).items()]
+        if len(dict(tensors)) < len(tensors):
+            raise CheckpointError(f"{self.path}: two of its files hold the same tensor; keep one")
+        return dict(tensors)
 
 
 class Tensor:

@@ -278,8 +278,10 @@ def check_rows(
     if lost:
         text = f"{where}{unwinnable_message(scorer, lost, checked)}"
         is_wrong = trains or any(row.unread is not None for row, _ in lost)
-        if (trains and len(lost) == checked) or (is_wrong and prompts.cfg.unwinnable == "error"):
-            remedy = "; or set data.unwinnable=keep to train on them" if trains else ""
+        hopeless = trains and len(lost) == checked and len(scorer.names) == 1
+        if hopeless or (is_wrong and prompts.cfg.unwinnable == "error"):
+            keep = "; or set data.unwinnable=keep to train on them"
+            remedy = keep if trains and not hopeless else ""
             raise ValueError(f"{text}. Correct the rows, or choose another reward{remedy}")
         warnings.append(f"{text} (data.unwinnable={prompts.cfg.unwinnable})")
     return [f"WARNING: {text}" for text in warnings]

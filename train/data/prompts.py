@@ -64,8 +64,7 @@ class Prompts:
       date: date that the chat template writes; None: it writes none.
 
     Raises:
-      ValueError: the settings need a chat template, and the tokenizer has none; or the template
-        does not read the arguments in the settings.
+      ValueError: the settings need a chat template, and the tokenizer has none.
     """
 
     def __init__(

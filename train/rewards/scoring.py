@@ -325,7 +325,6 @@ def labels_of(names: Sequence[str]) -> tuple[str, ...]:
     """The name of each reward in metrics: of a path the function, unless that is ambiguous."""
     short = [name.rpartition(":")[2] for name in names]
     taken = ("failed", "failed_share", "timed_out")
-    taken += ("reward",) if len(names) > 1 else ()  # algo.filter_groups.metric calls the sum so
     return tuple(
         name.replace(":", ".") if short.count(label) > 1 or label in taken else label
         for name, label in zip(names, short, strict=True)

@@ -88,11 +88,6 @@ PANELS = (
         "tokens per answer",
         {"rollout/response_length_mean": "mean", "rollout/response_length_max": "longest"},
     ),
-    Panel(
-        "Size of the policy update: clipping",
-        "share of tokens clipped",
-        {"train/clip_fraction": "clipped"},
-    ),
     Panel("Size of the policy update: KL", "nats per token", {"train/kl": "KL divergence"}, None),
 )
 

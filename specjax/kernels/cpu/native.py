@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -116,7 +115,7 @@ def build() -> Path:
 
 def _targets() -> tuple[tuple[str, ...], ...]:
     """Returns sets of target flags; the first one that the compiler accepts is used."""
-    target = tuple(shlex.split(os.environ.get(TARGET_VARIABLE, "")))
+    target = tuple(os.environ.get(TARGET_VARIABLE, "").split())
     return (target,) if target else NATIVE
 
 

@@ -35,8 +35,7 @@ def add_family(path: str | None) -> None:
       path: path `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
 
     Raises:
-      ValueError: this is no path, there is no family at it, or a user's other family has that
-        `model_type`.
+      ValueError: this is no path, or there is no family at it.
     """
     if path is None:
         return

@@ -15,8 +15,12 @@ from typing import Any
 
 ANSWER_MARK = "####"
 LONGEST = 1000  # characters; a longer text is not parsed and counts as no answer
-# `\{` is no grouping brace.
-_TOKEN = re.compile(r"(?P<open>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\\.|(?P<close>\})", re.DOTALL)
+# `\{` is no grouping brace. `\boxed 5` is a box as in TeX, but holds all digits that follow.
+_TOKEN = re.compile(
+    r"(?P<open>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\\(?:boxed|fbox)\s+(?P<bare>[^\s${}\\]*[^\s${}\\.,;])"
+    r"|\\.|(?P<close>\})",
+    re.DOTALL,
+)
 _NOT_SPACE = re.compile(r"\S")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(r"\banswer(?:\s{1,20}is\b|[\s*]{0,20}:)[\s:*=]*", re.IGNORECASE)  # linear
@@ -45,6 +49,8 @@ def boxed(text: str) -> str | None:
     for token in _TOKEN.finditer(text):
         if token["open"]:
             opened.append((token.end(), token["box"]))
+        elif token["bare"]:
+            found = token.span("bare")
         elif token["close"] and opened:
             start, is_box = opened.pop()
             if is_box and _NOT_SPACE.search(text, start, token.start()):
