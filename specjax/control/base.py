@@ -39,8 +39,8 @@ class Observation:
       batch_size: number of slots that ran when the strategy was selected.
       strategy: name of the strategy that the chunk ran, as `select` returned it.
       accepted: int [R B], accepted drafts (bonus excluded) per round and slot; -1 where the slot
-        did not run or its request drafts nothing. Counted before stops and limits cut the path, if known, because a cut is no
-        rejection. Plain decoding accepts 0 in every round.
+        did not run or its request drafts nothing. Counted before stops and limits cut the path, if
+        known, because a cut is no rejection. Plain decoding accepts 0 in every round.
       seconds: duration of the whole chunk; zero, negative or not finite where it is not known.
       tokens: number of tokens that the chunk emitted, after cuts.
       rounds: number of rounds that ran.
