@@ -239,7 +239,7 @@ class Chatty:
     """A tokenizer of letters, whose template writes `b` before a conversation, `z` after it, and
     the options that it is given."""
 
-    chat_template = "a template"
+    chat_template = "a template that reads enable_thinking and mark"
 
     def apply_chat_template(self, conversation, tokenize, add_generation_prompt, **told):
         assert not tokenize
@@ -305,7 +305,7 @@ def test_chat_hands_options_to_the_template(plain_llm, monkeypatch):
     assert prompt() == "buhiz"
     assert prompt(chat_template_kwargs={"enable_thinking": False, "mark": True}) == "buhizexmy"
     assert prompt(add_generation_prompt=False) == "buhi"
-    with pytest.raises(ValueError, match="does not take these.*tokenize"):
+    with pytest.raises(ValueError, match="reads no tokenize"):
         prompt(chat_template_kwargs={"tokenize": True})
     with pytest.raises(ValueError, match="does not take these messages: TypeError"):
         plain_llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], params)

@@ -89,7 +89,7 @@ def test_a_head_that_cannot_be_trained_is_a_head(monkeypatch):
 
     assert drafting().startswith("draft: the head some/head;")
     assert drafting().endswith("(draft.mode=frozen)")
-    with pytest.raises(ConfigError, match="kinds eagle3 and mtp can be trained"):
+    with pytest.raises(ConfigError, match="none that can be trained"):
         drafting("draft.mode=online")
 
 

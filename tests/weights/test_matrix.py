@@ -11,7 +11,7 @@ from tiers import slow_but
 
 from specjax.interfaces import Fused, Param
 from specjax.models.families.dense import dense_config
-from specjax.models.rows import fuse, layer_rows, param_axes
+from specjax.models.rows import param_axes
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.weights import matrix
@@ -65,7 +65,6 @@ FORMATS = {
     "array": lambda a: a,
     "panels": lambda a: Panels.pack(a, table=False),
     "halves": lambda a: Halves.pack(a, table=False),
-    "joined": lambda a: matrix.join([a[:, :16], Panels.pack(a[:, 16:], table=False)]),
     "transposed": lambda a: matrix.transposed(Halves.pack(a.T, table=False)),
 }
 
@@ -240,14 +239,3 @@ def test_a_matrix_in_a_format_is_split_over_devices_like_its_array():
     assert placed["layers"]["down"].half.sharding == split["layers"]["down"]
     panels = sharding.param_shardings(mesh, {"q": Panels(jnp.zeros((4, 8, 16)))}, axes)
     assert panels["q"].packed.spec == jax.P(("tp",), ("fsdp", "cp"), None)
-
-
-def test_projections_of_mixed_formats_are_fused_by_their_outputs():
-    rows = layer_rows(CFG.layers[0], CFG.hidden_size)
-    rng = np.random.default_rng(1)
-    arrays = {n: jnp.asarray(rng.normal(size=r.shape), jnp.float32) for n, r in rows.items()}
-    mixed = arrays | {"k": Halves.pack(arrays["k"], table=False)}
-    x = jnp.asarray(rng.normal(size=(3, 32)), jnp.float32)
-    fused, expected = fuse(mixed, rows)["qkv_proj"], fuse(arrays, rows)["qkv_proj"]
-    assert isinstance(fused, matrix.Joined) and fused.shape == expected.shape
-    np.testing.assert_allclose(matrix.dot(x, fused), x @ expected, rtol=1e-5, atol=1e-5)
