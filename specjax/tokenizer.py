@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -178,6 +179,13 @@ def has_chat_template(tokenizer) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def check_options(tokenizer, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for settings that a chat template does not read."""
+    template = str(getattr(tokenizer, "chat_template", ""))
+    if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise ValueError(f"the chat template reads no {', '.join(unread)}; leave it out")
+
+
 def chat_text(
     tokenizer,
     messages: Sequence[Mapping[str, Any]],
@@ -203,9 +211,9 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
     arguments = dict(options or {})
-    template = getattr(tokenizer, "chat_template", "")
-    if unread := [n for n in arguments if not re.search(rf"\b{re.escape(n)}\b", str(template))]:
-        raise ValueError(f"the chat template reads no {', '.join(unread)}; leave it out")
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := [name for name in arguments if name in parameters and name != "documents"]:
+        raise ValueError(f"{', '.join(taken)}: expected variables of the chat template's own")
     try:
         if tools:
             arguments["tools"] = list(tools)

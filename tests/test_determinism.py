@@ -49,7 +49,7 @@ def test_it_may_be_too_late_and_cudnn_is_no_training_attention_then(monkeypatch)
     device = Device("gpu", "NVIDIA H100 80GB HBM3", 1)
     refuses = library.CUDNN.refuses
     assert refuses("causal_attention", device, HALF) is None
-    monkeypatch.setattr(determinism, "platform", lambda: "gpu")
+    monkeypatch.setattr(determinism.jax, "devices", lambda: [device])
     monkeypatch.setattr(determinism, "_is_set_up", False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     monkeypatch.setattr(determinism, "may_have_gpus", lambda: True)

@@ -109,7 +109,7 @@ def test_memory_is_bounded_and_dropped_records_are_counted_and_said():
     assert bounded.summary() == dataclasses.replace(whole, dropped=8)
     counted = collected(chunk(), chunk(), max_records=0)
     assert counted.summary() == dataclasses.replace(whole, dropped=10)
-    assert counted.records == [] and counted.causes["disagreement"] == 10
+    assert counted.records == [] and counted.summary().causes["disagreement"] == 10
 
 
 def test_what_several_collected_does_not_depend_on_who_collected_which():

@@ -78,8 +78,10 @@ def _generate(
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
         from specjax.engine.request import CallSeeds
+        from specjax.tokenizer import check_options
 
         llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
+    check_options(llm.tokenizer, cfg.chat_template_kwargs)
     params = _with_defaults(llm, cfg)
     if lines is not None:
         lines.require_same(_origin(llm, cfg), cfg.model)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -139,7 +141,9 @@ def start(cfg: DistributedConfig, devices: int) -> None:
         f"{job}, within {cfg.start_timeout} s: num_processes processes, each with a process_id of "
         "its own, and all with a coordinator that they can reach"
     )
-    print(waits, file=sys.stderr, flush=True)
+    shown = functools.partial(print, waits, file=sys.stderr, flush=True)
+    timer = threading.Timer(min(10, cfg.start_timeout / 2), shown)
+    timer.start()
     try:
         jax.distributed.initialize(
             coordinator_address=job.coordinator,
@@ -153,6 +157,8 @@ def start(cfg: DistributedConfig, devices: int) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"{waits}; {str(error).splitlines()[0]}") from error
+    finally:
+        timer.cancel()
 
 
 def exit_now(status: int) -> None:

@@ -129,7 +129,7 @@ def test_in_invariant_mode_bits_do_not_depend_on_strategies():
 
 
 def test_a_standalone_draft_with_recurrent_state_is_refused():
-    with pytest.raises(ValueError, match="leaky sum with recurrent state; draft with a head"):
+    with pytest.raises(ValueError, match="with recurrent state; draft with a head"):
         ModelSource(config(), VOCAB)
 
 

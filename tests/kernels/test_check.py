@@ -178,7 +178,7 @@ def test_pieces_of_prompts_are_checked():
     assert CALLS[-1][0] == (check.PIECE_SLOTS, 4, 96, 16)
     assert check.why_wrong(CFG, name_of("LAST_ROWS"), 5, 16) is None
     found = check.why_wrong(CFG, name_of("LAST_ROWS"), 5, 16, width=96)
-    assert "a piece of 96 rows" in found
+    assert "rows=96, tree=96, piece=True" in found
 
 
 def test_a_marked_key_changes_the_rows_that_see_it_and_no_others():

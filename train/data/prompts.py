@@ -14,6 +14,7 @@ from specjax.config import ModelConfig
 from specjax.tokenizer import (
     chat_text,
     check_ids,
+    check_options,
     decode,
     has_chat_template,
     prompt_ids,
@@ -79,6 +80,7 @@ class Prompts:
         if not self._has_template and (cfg.chat == "on" or options):
             name = "chat=on" if cfg.chat == "on" else "chat_template_kwargs"
             raise ValueError(f"data.{name}: the model's tokenizer has no chat template")
+        check_options(tokenizer, options)
         self.chat = self._has_template and cfg.chat != "off"
         date = cfg.date or datetime.datetime.now(datetime.UTC).date().isoformat()
         self.date = date if reads_date(tokenizer) else None

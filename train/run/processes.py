@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
-import socket
 import sys
 import time
 import traceback
@@ -43,13 +41,13 @@ def watched(cfg: Any, out: Path, user_errors: tuple[type[BaseException], ...]) -
     if not distributed.is_several():
         yield
         return
-    number, host = jax.process_index(), socket.gethostname()
-    print(
-        f"process {number} of {jax.process_count()} (pid {os.getpid()} on {host}): where one is "
-        "lost, jax says which task and ends the others; start all again with --resume to go on "
-        f"from the last checkpoint in {out}",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    if distributed.is_first():
+        print(
+            f"{jax.process_count()} processes: where one is lost, jax says which task (or that its "
+            "coordinator, process 0, is gone) and ends the others; start all again with --resume "
+            f"to go on from the last checkpoint in {out}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     try:
         _agree(cfg, out)
         yield
