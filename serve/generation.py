@@ -268,7 +268,8 @@ class Generation:
                 continue_final_message=body.continue_final_message,
             )
         except (TypeError, ValueError) as error:
-            raise ApiError(400, str(error), "messages") from error
+            text, name = str(error), "chat_template_kwargs"
+            raise ApiError(400, text, name if text.startswith(name) else "messages") from error
 
     def _encode(self, text: str, body: Sampling | TokenizeRequest) -> list[int]:
         try:

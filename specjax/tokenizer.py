@@ -183,7 +183,7 @@ def check_options(tokenizer, options: Mapping[str, Any]) -> None:
     """Raises ValueError for settings that a chat template does not read."""
     template = str(getattr(tokenizer, "chat_template", ""))
     if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        raise ValueError(f"the chat template reads no {', '.join(unread)}; leave it out")
+        raise ValueError(f"chat_template_kwargs: the template reads no {', '.join(unread)}")
 
 
 def chat_text(
@@ -213,7 +213,7 @@ def chat_text(
     arguments = dict(options or {})
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     if taken := [name for name in arguments if name in parameters and name != "documents"]:
-        raise ValueError(f"{', '.join(taken)}: expected variables of the chat template's own")
+        raise ValueError(f"chat_template_kwargs: {', '.join(taken)} is no variable of a template")
     try:
         if tools:
             arguments["tools"] = list(tools)

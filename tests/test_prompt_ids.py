@@ -84,8 +84,8 @@ def test_options_reach_the_template_and_only_the_template(tokenizer):
     assert text(options={"enable_thinking": True, "mark": 1}, add_generation_prompt=False) == (
         "yesthe cat"
     )
-    for name in ("tokenize", "conversation", "add_generation_prompt"):
-        with pytest.raises(ValueError, match=f"does not take these.*{name}"):
+    for name in ("tokenize", "conversation", "chat_template"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs: {name}"):
             chat_ids(made, GREETING, {name: True})
 
 

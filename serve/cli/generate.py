@@ -78,10 +78,8 @@ def _generate(
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
         from specjax.engine.request import CallSeeds
-        from specjax.tokenizer import check_options
 
         llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
-    check_options(llm.tokenizer, cfg.chat_template_kwargs)
     params = _with_defaults(llm, cfg)
     if lines is not None:
         lines.require_same(_origin(llm, cfg), cfg.model)
@@ -194,7 +192,7 @@ def _ask(
 
 
 def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
-    from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids
+    from specjax.tokenizer import chat_ids, check_options, has_chat_template, prompt_ids
 
     tokenizer = llm.tokenizer
     if prompt.text is not None and not isinstance(prompt.text, str):
@@ -208,7 +206,8 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
             "the model has no chat template; give one with --chat-template FILE, or write the "
             "prompt as the model expects it, as text without --chat"
         )
-    return chat_ids(tokenizer, prompt.messages, {**options, **prompt.template})
+    check_options(tokenizer, options := {**options, **prompt.template})
+    return chat_ids(tokenizer, prompt.messages, options)
 
 
 def _origin(llm: LLM, cfg: GenerateConfig) -> dict[str, str]:

@@ -305,7 +305,7 @@ def test_chat_hands_options_to_the_template(plain_llm, monkeypatch):
     assert prompt() == "buhiz"
     assert prompt(chat_template_kwargs={"enable_thinking": False, "mark": True}) == "buhizexmy"
     assert prompt(add_generation_prompt=False) == "buhi"
-    with pytest.raises(ValueError, match="tokenize: expected variables"):
+    with pytest.raises(ValueError, match="chat_template_kwargs: tokenize"):
         prompt(chat_template_kwargs={"tokenize": True})
     with pytest.raises(ValueError, match="does not take these messages: TypeError"):
         plain_llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], params)
