@@ -216,7 +216,7 @@ class Run:
 
     def _progress(self) -> str:
         """Describes the work in progress, for the log of a long step."""
-        return f"step {self.state.done_steps + 1} of {self.last}: {self.state.work}"
+        return f"step {min(self.state.done_steps + 1, self.last)} of {self.last}: {self.state.work}"
 
     def goes_on(self) -> bool:
         """Returns whether there are further steps."""
