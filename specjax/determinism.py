@@ -18,8 +18,9 @@ import os
 
 import jax
 
+from specjax.kernels.names import GPUS
+
 FLAG = "--xla_gpu_deterministic_ops"
-GPUS = ("gpu", "cuda", "rocm")  # platforms, as JAX_PLATFORMS names them
 
 _is_set_up = False
 

@@ -211,8 +211,9 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
     arguments = dict(options or {})
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := [name for name in arguments if name in parameters and name != "documents"]:
+    # Prompts are many, and most have no options: the signature is read for those that have some.
+    names = inspect.signature(tokenizer.apply_chat_template).parameters if arguments else ()
+    if taken := [name for name in arguments if name in names and name != "documents"]:
         raise ValueError(f"chat_template_kwargs: {', '.join(taken)} is no variable of a template")
     try:
         if tools:

@@ -25,13 +25,13 @@ from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
+from specjax.drafts.vocabulary import draft_ids
 from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.programs import Executables, Graphs, make_plans, programs_of
 from specjax.engine.request import option_rows
 from specjax.engine.scheduler import Prompt, Start
 from specjax.engine.sequence import Sample
 from specjax.engine.settings import EngineConfig, end_of_pieces, powers
-from specjax.engine.vocabulary import draft_ids
 from specjax.engine.weights import Weights
 from specjax.interfaces import Draft
 from specjax.kernels import check, dispatch

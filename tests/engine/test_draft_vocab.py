@@ -11,9 +11,9 @@ from shared import BATCH, CFG, MAX_LEN, PROMPTS, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.vocabulary import draft_ids, read_token_map
 from specjax.engine.engine import Engine
 from specjax.engine.sources import source_of
-from specjax.engine.vocabulary import draft_ids, read_token_map
 from specjax.models.transformer import to_decode_layout
 from specjax.weights.matrix import unpack
 from specjax.weights.panels import Panels
