@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hlo import received
 
 from specjax.interfaces import Memory, Room, Where
 from specjax.kernels.reference import contiguous
@@ -21,7 +22,6 @@ from specjax.memory import (
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params
 from specjax.parallel.sharding import MESH_AXES
-from train.plan.collectives import received
 
 CFG = dense_config(32, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
 BATCH, STRETCHES = 3, 3

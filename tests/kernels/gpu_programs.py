@@ -20,15 +20,15 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax.experimental import topologies
-from tpu_programs import MODEL
-
-from bench.compiled import (
+from compiled import (
     compiled_with_thunks,
     figures_of,
     lowered_update,
     update_figures,
 )
+from jax.experimental import topologies
+from tpu_programs import MODEL
+
 from bench.programs import (
     CARDS,
     Ahead,
@@ -103,7 +103,7 @@ PROGRAMS = {
     "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library:cudnn"),
 }
 
-# Updates of the policy, by `bench.compiled update`; a length that is no width of the model.
+# Updates of the policy, by `tests/compiled.py update`; a length that is no width of the model.
 UPDATES = {"update": "135M:1x1088:chunk=256", "update, float32": "135M:1x1088:chunk=256,float32"}
 
 

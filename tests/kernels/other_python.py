@@ -10,7 +10,7 @@ WANTED = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
 }
 
 

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from train.plan.hlo import Module, Op
+from hlo import Module, Op
 
 TARGET = ("layers", "lm_head")  # parts that compute the target's logits
 SUM = "a sum of one row"  # a product that the compiler does not compute in the matrix unit

@@ -119,7 +119,7 @@ def every_wide_chunk(test):
 @every_wide_chunk
 def test_a_round_costs_no_more_than_was_measured(wide, topology, name):
     before = measured(topology, name)
-    assert before, f"no figures of {name} for {topology}; python -m bench.compiled tpu makes them"
+    assert before, f"no figures of {name} for {topology}; tests/compiled.py tpu makes them"
     found = wide(topology, name)
     figures = found["figures"]
     parts = [key for key in before if key.startswith(("cycles/", "cycles_"))]

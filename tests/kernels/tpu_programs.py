@@ -15,9 +15,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import figures_of
+from hlo import Module
 from sum_windows import products
 
-from bench.compiled import figures_of
 from bench.programs import (
     WIDE,
     change_dense,
@@ -39,7 +40,6 @@ from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, sft_loss
-from train.plan.hlo import Module
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
 MODEL = change_dense(WIDE, vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2)

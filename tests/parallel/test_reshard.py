@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from hlo import Collective, received
 
 from specjax.config import RunConfig
 from specjax.engine.engine import Engine
@@ -20,7 +21,6 @@ from specjax.parallel import sharding
 from specjax.parallel.copies import Copies
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
-from train.plan.collectives import Collective, received
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

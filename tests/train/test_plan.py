@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from hlo import Module
 
 from specjax.checkpoint.weights import read_config
 from specjax.command_line import parse_config
@@ -20,7 +21,6 @@ from specjax.parallel.sharding import MeshConfig, device_bytes, make_mesh
 from train import rl
 from train.plan import __main__ as plan
 from train.plan import figures as plan_figures
-from train.plan.hlo import Module
 from train.plan.programs import SHAPES, Shapes
 from train.programs import chunk_features
 from train.rollout.draws import group_params

@@ -1,4 +1,4 @@
-"""`python -m bench.compiled WHAT PROGRAM ...`: what compilers make of programs, without a device.
+"""`python tests/compiled.py WHAT PROGRAM ...`: what compilers make of programs, without a device.
 
     tpu off:8 4_1_5:64 ...      a round on four TPUs, of a strategy and a number of rows: cycles by
                                 part, copies, collectives, temporaries
@@ -12,7 +12,7 @@ jax's CUDA plugin: `make gpu-check ARGS=--python` makes an environment, and prin
 needs JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 
 Programs of `tpu` have the widths of Qwen3-8B, split in four. XLA's estimates of cycles are added up
-by part (`train.plan.hlo`). Kernels, collectives, waits for copies and most gathers and scatters
+by part (`hlo.py`). Kernels, collectives, waits for copies and most gathers and scatters
 have none: figures compare two versions of a program, and are no times. `cycles` scales the part
 `layers` from those that are compiled to 36.
 
@@ -43,6 +43,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from hlo import ENTRY, PARTS, REST, ROUND, Cost, Module, Shape
 
 from bench import programs
 from bench.command import bench_parser, user_errors
@@ -58,7 +59,6 @@ from train.loss.optim import OptimConfig
 from train.loss.packing import empty_batch
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
-from train.plan.hlo import ENTRY, PARTS, REST, ROUND, Cost, Module, Shape
 
 LAYERS = 36  # of Qwen3-8B
 EVERY = (*PARTS, REST)
@@ -352,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         one = whats.add_parser(name, description=measure.__doc__)
         add = one.add_argument
         one.set_defaults(measure=measure)
-        add("programs", nargs="+", metavar="PROGRAM", help="see python -m bench.compiled --help")
+        add("programs", nargs="+", metavar="PROGRAM", help="see --help")
         add("--layers", type=int, default=layers, help="number of layers that are compiled")
         add("--out", type=Path, metavar="FILE", help="also write, or add, the figures there")
         if name == "tpu":

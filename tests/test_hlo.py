@@ -1,9 +1,8 @@
-"""What a plan reads in the text of a chunk: cycles by part, copies, collectives."""
+"""What is counted in compiled programs: cycles by part, copies, collectives, loops."""
 
 import pytest
 from chunk_text import CHUNK
-
-from train.plan.hlo import Copy, Module
+from hlo import Copy, Module
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from train.plan import collectives
-
 # Scopes of `specjax.decode`, `specjax.memory` and `specjax.models`; `rest` has none of them.
 PARTS = ("layers", "draft", "lm_head", "noise", "sampling", "commit")
 REST = "rest"
@@ -400,7 +398,7 @@ class Module:
     def _add_collective(self, total: Cost, op: Op) -> None:
         if not op.opcode.startswith(("all-", "reduce-scatter", "collective-permute")):
             return
-        for collective in collectives.received(f"= {op.text}"):
+        for collective in received(f"= {op.text}"):
             cost = collective.kind, collective.received
             chain = re.search(r'chain_id="(\d+)"', op.text)
             if chain:
@@ -498,3 +496,76 @@ class Module:
         ops = self.inside(op)
         inner = _beneath(_root(ops), ops, _VIEWS)
         return inner.number if inner.opcode == "parameter" else None
+
+
+# --- collectives ---------------------------------------------------------------------------------
+
+
+class Collective(NamedTuple):
+    """One collective operation of a compiled program.
+
+    Attributes:
+      kind: `all-gather`, `all-to-all`, ...
+      group: number of devices that communicate with each other.
+      result: bytes of the result on one device.
+      received: bytes that one device receives from others.
+    """
+
+    kind: str
+    group: int
+    result: float
+    received: int
+
+
+_COLLECTIVE = re.compile(
+    r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
+    r"(?P<start>-start)?\("
+)
+
+
+def received(hlo: str) -> list[Collective]:
+    """Returns the collectives in optimised HLO text, as the compiler prints it for one device."""
+    found = []
+    for line in hlo.splitlines():
+        match = _COLLECTIVE.search(line)
+        if match is None:
+            continue
+        kind = match["kind"]
+        group = group_size(kind, line)
+        arrays = _shapes(match["type"])
+        if match["start"] and kind != "all-reduce":  # its result also holds the operand and handles
+            arrays = [array for array in arrays if (array.kind, array.dims) != ("u32", ())]
+            arrays = arrays[len(arrays) // 2 :]
+        result = sum(array.bytes for array in arrays)
+        share = (group - 1) / group
+        moved = {
+            "all-gather": result * share,
+            "all-to-all": result * share,
+            "all-reduce": 2 * result * share,
+            "reduce-scatter": result * (group - 1),
+            "collective-permute": result,
+        }[kind]
+        found.append(Collective(kind, group, result, round(moved)))
+    return found
+
+
+def group_size(kind: str, line: str) -> int:
+    """Returns the number of devices in one group of a collective.
+
+    HLO has several notations for groups, see the patterns; permutations have pairs instead.
+
+    Raises:
+      ValueError: the notation is unknown.
+    """
+    if kind == "collective-permute":
+        return 2
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [2,4]<=[8]
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):  # {{0,1},{2,3}}
+        return len(found[1].split(","))
+    # mesh['a'=2,'b'=4] {'b'}, with 'b':(1)2 for a part of an axis
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[name]) for name, part in named)
+    raise ValueError(f"expected a collective with groups that can be read, got: {line.strip()}")
