@@ -1,15 +1,23 @@
-"""Decides whether two answers are the same: numbers, choices, words, and formulas by math-verify.
+"""Decides whether two answers are the same.
 
+Rules for the structure of an answer come first, because LaTeX does not tell math-verify whether it
+is a list, a tuple, a ratio or words:
+
+    1101_2                  digits and base, written the same
+    (B); A and D; (D) 12    letters of choices in any order; of a letter and its text either
+    x=1, y=2; (x,y)=(1,2)   the values in the order of the names: `y=1, x=2` is (2,1)
+    x=5; 2+3=5              the value; steps before it have to be right
     5 apples, 50%, 1,234    numbers with units (see `quantity`)
-    (B); A and D            letters of choices, in any order
+    6:15; 6:15 p.m.         a gold answer that may be a time of day is one, and no ratio
+    3:4; 1:2:3              ratios, by proportion
     June 20, Evelyn         words without regard to case, quotes and commas; numbers, operators and
-                            brackets among them count; lists in any order
-    x=1, y=2                is (1,2): the values in the order of the names
-    1101_2; 3:4; 6:15; y'   what math-verify misreads, and formulas with a letter in both cases, are
-                            the same if they are written the same
+                            brackets among them count
+    3, 5, 7; 2 or 3; {1,2}  lists in any order, complete
+    (1,2); [1,2)            in order, with the same brackets
     2+3, 6 \\cdot 7          arithmetic that was not carried out is right only if the gold answer is
                             such arithmetic, too
-    anything else           as math-verify says, but a tuple or an interval is no set and no list
+    anything else           one formula, as math-verify says; numbers are equal to 40 digits, or
+                            rounded as in `quantity`
 
 sympy may run forever on a policy's text: worker processes that call this are ended when the time is
 up.
@@ -18,7 +26,10 @@ up.
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -26,8 +37,23 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from train.rewards.answers.extract import LONGEST
-from train.rewards.answers.latex import TEXT_COMMAND, clean, is_balanced, squeezed, unwrapped
-from train.rewards.answers.quantity import read_quantity, split_unit, unit_name, without_thousands
+from train.rewards.answers.latex import (
+    COMMA,
+    TEXT_COMMAND,
+    brackets_of,
+    clean,
+    is_balanced,
+    split,
+    squeezed,
+    unwrapped,
+)
+from train.rewards.answers.quantity import (
+    in_radians,
+    read_quantity,
+    split_unit,
+    unit_name,
+    without_thousands,
+)
 
 # The library warns that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -38,46 +64,199 @@ def same_answer(gold: str, found: str) -> bool:
     if max(len(gold), len(found)) > LONGEST:
         return False
     gold, found = clean(gold), clean(found)
-    if labelled := _LABELLED.fullmatch(gold):
-        either = any(same_answer(part, found) for part in labelled.groups())
-        return either or squeezed(gold) == squeezed(found)
-    if not (gold and found and _is_whole(gold) and _is_whole(found)):
-        return False
     if squeezed(gold) == squeezed(found):  # `100,200` may be a number, and `100, 200` a list
         found = gold
-    gold, found = without_thousands(gold), without_thousands(found)
-    numbers = read_quantity(gold), read_quantity(found)
-    if all(numbers):
-        return numbers[0].equals(numbers[1])
-    choices = _letters(gold), _letters(found)
-    if all(choices):
-        return choices[0] == choices[1]
-    if _is_text(gold) or _is_text(found):
-        mine, theirs = _words(gold), _words(found)
-        return mine == theirs or " ".join(mine) == " ".join(theirs)
-    if _is_misread(gold, found):
-        return gold == found
+    return _same(without_thousands(gold), without_thousands(found))
+
+
+def _same(gold: str, found: str) -> bool:
+    """Compares by the first of `_RULES` that applies; as formulas if none does."""
+    if not all(
+        text and is_balanced(text) and not _UNFINISHED.search(text) for text in (gold, found)
+    ):
+        return False
+    for rule in _RULES:
+        if (verdict := rule(gold, found)) is not None:
+            return verdict
     return _is_undone(gold) >= _is_undone(found) and _same_formula(gold, found)
 
 
-# A choice with its text, as `\\textbf{(D)}\\ 12`: either is enough.
+_UNFINISHED = re.compile(r"[=<>]\s+[=<>]")
+
+
+def _in_order(gold: Sequence[str], found: Sequence[str]) -> bool:
+    return len(gold) == len(found) and all(map(_same, gold, found))
+
+
+def _in_any_order(gold: Sequence[str], found: Sequence[str]) -> bool:
+    left = list(found)
+    for element in gold:
+        place = next((i for i, other in enumerate(left) if _same(element, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return not left
+
+
+_NUMERAL = re.compile(r"\(?-?[0-9A-F]+\)?_(?:\d|\{\d+\})")
+
+
+def _same_numerals(gold: str, found: str) -> bool | None:
+    """Compares `1101_2` with anything; None if neither has a base."""
+    either = _NUMERAL.fullmatch(gold) or _NUMERAL.fullmatch(found)
+    return gold == found if either else None
+
+
+# A choice with its text, as `\\textbf{(D)}\\ 12`.
 _LABELLED = re.compile(
-    r"\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+)
+_LETTER = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
+
+
+def _choice(text: str) -> tuple[list[str], str]:
+    """The letters of `(C)`, `\\text{C}` or `A and D`, in order, and the text behind one."""
+    if labelled := _LABELLED.fullmatch(text):
+        return [labelled[1]], labelled[2]
+    letters = [_LETTER.fullmatch(part) for part in split(unwrapped(text), COMMA)]
+    return (sorted(m[1] or m[2] for m in letters), "") if all(letters) else ([], text)
+
+
+def _same_choice(gold: str, found: str) -> bool | None:
+    """Compares letters, with or without their texts; None if one side is no choice."""
+    (mine, my_text), (theirs, their_text) = _choice(gold), _choice(found)
+    if not (mine or theirs) or not (mine and theirs or my_text and their_text):
+        return None
+    if mine and theirs and mine != theirs:
+        return False
+    return _same(my_text, their_text) if my_text and their_text else True
+
+
+_EQUALS = r"=+|\\(?:approx|in|to)(?![a-zA-Z])"
+_ORDER = r"[<>]|\\(?:le|ge|ne|equiv)(?![a-zA-Z])"
+_NAME = re.compile(
+    r"\\?[a-zA-Z][a-zA-Z\\{} ]*(?:_(?:\{[^{}]*\}|\w))?\}?'*(?:\([\w\s,]*\))?|\([\w\s,]*\)"
 )
 
 
-def _is_whole(text: str) -> bool:
-    return is_balanced(text) and not re.search(r"[=<>]\s+[=<>]", text)
+def _steps(text: str) -> tuple[str, list[str]]:
+    """The name and the values of `x = 5`, of `f(x) = 2 + 3 = 5`, or of `5`, which has no name."""
+    steps = split(text, _EQUALS)
+    if len(steps) == 1 or not all(steps) or len(split(text, _ORDER)) + len(split(text, COMMA)) > 2:
+        return "", [text]
+    return (squeezed(steps[0]), steps[1:]) if _NAME.fullmatch(steps[0]) else ("", steps)
 
 
-_SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b)\s*")
+_VARIABLE = re.compile(r"(\\?[a-zA-Z]|\\[a-z]+)(?:_\{?(\d{1,3})\}?)?")
 
 
-def _letters(text: str) -> list[str]:
-    """The letters of `(C)`, `\\text{C}` or `A and D`, in order; none if it is no choice."""
-    parts = _SEPARATOR.split(unwrapped(text))
-    letters = [re.fullmatch(r"\(\s*([A-Z])\s*\)|([A-Z])", part) for part in parts]
-    return sorted(m[1] or m[2] for m in letters) if all(letters) else []
+def _named(text: str) -> dict[str, str]:
+    """{name: value} of several names in the order of the alphabet; empty if there are none.
+
+    Names that are words stay in the order in which they are written.
+    """
+    name, values = _steps(text)
+    names, tuples = brackets_of(name), brackets_of(values[0])
+    pairs = [_steps(part) for part in split(text, COMMA)]
+    pairs = [(name, values[-1]) for name, values in pairs]
+    if names and tuples and len(names.elements) == len(tuples.elements):
+        pairs = list(zip(names.elements, tuples.elements, strict=True))
+    if len({name for name, _ in pairs if name}) < max(2, len(pairs)):
+        return {}
+    variables = [_VARIABLE.fullmatch(name) for name, _ in pairs]
+    if all(variables):
+        order = [(variable[1], int(variable[2] or 0)) for variable in variables]
+        pairs = [pair for _, pair in sorted(zip(order, pairs, strict=True))]
+    return dict(pairs)
+
+
+def _same_names(gold: str, found: str) -> bool | None:
+    """Compares values of several names with each other, or with values without names; None if
+    neither has several names."""
+    mine, theirs = _named(gold), _named(found)
+    if not (mine or theirs):
+        return None
+    if mine and theirs:
+        return mine.keys() == theirs.keys() and all(_same(mine[n], theirs[n]) for n in mine)
+    bare = brackets_of(found if mine else gold)
+    if bare is None or bare.left not in ("", "(") or bare.right == "]":
+        return False
+    named = list((mine or theirs).values())
+    return _in_order(named, bare.elements) if mine else _in_order(bare.elements, named)
+
+
+def _same_values(gold: str, found: str) -> bool | None:
+    """Compares `x=5` or `2+3=5` with a value, or two values of one name; None for anything else."""
+    (mine, my_steps), (theirs, their_steps) = _steps(gold), _steps(found)
+    if mine and theirs:
+        return _same(my_steps[-1], their_steps[-1]) if mine == theirs else None
+    if mine and len(their_steps) == 1:
+        return _same(my_steps[-1], found)
+    if not mine and len(my_steps) == 1 and (theirs or len(their_steps) > 1):  # not `x+1=5` for 5
+        *steps, last = their_steps
+        return _same(gold, last) and all(_same_formula(gold, step) for step in steps)
+    return None
+
+
+def _same_quantities(gold: str, found: str) -> bool | None:
+    """Compares numbers with units; None if one is no number."""
+    mine, theirs = read_quantity(gold), read_quantity(found)
+    return mine.equals(theirs) if mine and theirs else None
+
+
+_CLOCK = re.compile(
+    r"(\d{1,2})(?::([0-5]\d)(?::([0-5]\d))?)?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE | re.ASCII
+)
+
+
+def _time(text: str) -> tuple[int, str, bool] | None:
+    """Reads `6:15`, `18:15:30`, `6:15 p.m.` and `6 PM`; None if it is no time of day.
+
+    Returns:
+      seconds since midnight, the half of the day if it is written, and whether both halves have
+      such an hour.
+    """
+    match = _CLOCK.fullmatch(unwrapped(text))
+    if match is None:
+        return None
+    hour, minute, second = (int(match[place] or 0) for place in (1, 2, 3))
+    half = (match[4] or "").lower()
+    if (not half and match[2] is None) or hour > 24 or (half and not 1 <= hour <= 12):
+        return None
+    is_either = not half and 1 <= hour <= 12
+    if half:
+        hour = hour % 12 + 12 * (half == "p")
+    return hour * 3600 + minute * 60 + second, half, is_either
+
+
+def _same_times(gold: str, found: str) -> bool | None:
+    """Compares a time of day with anything; None if the gold answer is none, or may be a ratio."""
+    mine, theirs = _time(gold), _time(found)
+    if mine is None:
+        return None
+    if theirs is not None:
+        one_says = bool(mine[1]) != bool(theirs[1]) and (mine[2] or theirs[2])
+        return (mine[0] - theirs[0]) % (43_200 if one_says else 86_400) == 0
+    may_be_ratio = math.gcd(*map(int, re.findall(r"\d+", gold))) == 1 and ":" not in found
+    return None if may_be_ratio and not mine[1] else False
+
+
+def _same_ratios(gold: str, found: str) -> bool | None:
+    """Compares ratios by proportion, and those of two terms with fractions; None if neither is
+    one."""
+    mine, theirs = split(gold, ":"), split(found, ":")
+    if len(mine) == len(theirs) == 1 or not all(mine + theirs) or _is_text(gold + found):
+        return None
+    if len(mine) == len(theirs):
+        crossed = zip(mine, mine[1:], theirs, theirs[1:], strict=False)
+        return all(
+            _same_formula(f"({a}) \\cdot ({d})", f"({c}) \\cdot ({b})") for a, b, c, d in crossed
+        )
+    if {len(mine), len(theirs)} != {1, 2}:
+        return False
+    return _same_formula(
+        *(f"\\frac{{{x[0]}}}{{{x[1]}}}" if x[1:] else x[0] for x in (mine, theirs))
+    )
 
 
 _SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
@@ -87,8 +266,6 @@ _FORMULA_WORDS = frozenset("and mod gcd lcm max min".split())
 def _is_text(text: str) -> bool:
     """Whether an answer is words and no formula."""
     bare = unwrapped(text)
-    if bare.casefold() in _SHORT_WORDS:
-        return True
     words = {word.lower() for word in re.findall(r"[^\W\d_]{3,}", bare)}
     return not re.search(r"[\\{=<>]", bare) and bool(words - _FORMULA_WORDS)
 
@@ -97,24 +274,51 @@ def _words(text: str) -> list[str]:
     """The elements of a list of words, or a single one, sorted and without what does not count."""
     text = re.sub(r"[\"!?]|(?<!\d)\.|\.(?!\d)|(?<!\w)'|'(?!\w)", "", unwrapped(text).casefold())
     text = re.sub(r"\s*([^\w\s,;])\s*", r"\1", text)
-    return sorted(_SEPARATOR.split(" ".join(text.split())))
+    return sorted(split(" ".join(text.split()), COMMA))
 
 
-# Two numbers side by side, bases, ratios, times of day, derivatives, congruences, endless lists.
-_MISREAD = re.compile(r"(?<!_)\d\s+\d|\d\s*[_:]\s*[\d{]|'|\\(?:prime|equiv|dots)(?![a-zA-Z])")
+def _same_texts(gold: str, found: str) -> bool | None:
+    """Compares words, or lists of them, with anything; None if neither is words."""
+    short = {unwrapped(text).casefold() for text in (gold, found)}  # as products of variables
+    if short <= _SHORT_WORDS:
+        return len(short) == 1
+    if not (_is_text(gold) or _is_text(found)):
+        return None
+    mine, theirs = _words(gold), _words(found)
+    return mine == theirs or " ".join(mine) == " ".join(theirs)
 
 
-_WORD = re.compile(r"\\?[a-zA-Z]+")
+def _same_collections(gold: str, found: str) -> bool | None:
+    """Compares lists and sets, which have no order, tuples and intervals, and {5} with 5; None if
+    neither is one of them."""
+    if any(split(text, _ORDER)[1:] or _SETS.search(text) for text in (gold, found)):
+        return None
+    mine, theirs = brackets_of(gold), brackets_of(found)
+    if mine and theirs:
+        if {mine.left, theirs.left} <= {"", "\\{"}:
+            return _in_any_order(mine.elements, theirs.elements)
+        same = (mine.left, mine.right) == (theirs.left, theirs.right)
+        return same and _in_order(mine.elements, theirs.elements)
+    left, elements, _ = mine or theirs or ("", [], "")
+    if left != "\\{":
+        return False if elements else None
+    return len(elements) == 1 and _same(
+        elements[0] if mine else gold, found if mine else elements[0]
+    )
 
 
-def _is_misread(*texts: str) -> bool:
-    """Whether math-verify would take different answers for one: it reads `1 2` and `1_2` as 12, and
-    `R - r` as 0."""
-    letters = {word for text in texts for word in _WORD.findall(TEXT_COMMAND.sub("", text))}
-    letters = {letter for word in letters if word[0] != "\\" for letter in word}
-    both = any(letter.isupper() and letter.lower() in letters for letter in letters)
-    return both or any(map(_MISREAD.search, texts))
-
+_SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset)(?![a-zA-Z])")
+_RULES = (
+    _same_numerals,
+    _same_choice,
+    _same_names,
+    _same_values,
+    _same_quantities,
+    _same_times,
+    _same_ratios,
+    _same_texts,
+    _same_collections,
+)
 
 _ARITHMETIC = re.compile(
     r"(?:[\d.+\-*/(){}%\s]|\\(?:cdot|times|div|frac)(?![a-zA-Z])|\\%)+", re.ASCII
@@ -124,10 +328,11 @@ _OPERATION = re.compile(r"[\d)}%]\s*[-+]|\*|\\(?:cdot|times)|[\d)]\s*\(")
 
 def _is_undone(text: str) -> bool:
     """Whether a text is arithmetic of numerals that was not carried out: `2+3`."""
-    parts = split_unit(text)[0].split(",")
-    values = [part.rpartition("=")[2].strip("()[] ") for part in parts]
-    return any(_ARITHMETIC.fullmatch(value) and _OPERATION.search(value) for value in values)
+    text = split_unit(text)[0]
+    return bool(_ARITHMETIC.fullmatch(text) and _OPERATION.search(text))
 
+
+# --- one formula ---------------------------------------------------------------------------------
 
 _CONFIG = LatexExtractionConfig(
     boxed_match_priority=-1,
@@ -136,43 +341,83 @@ _CONFIG = LatexExtractionConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
     ),
 )
-_NAMED = re.compile(r"\s*(\\?[a-zA-Z]\w*)\s*=([^,=<>]+)(?:,|$)")
 # `2\frac{1}{3}\pi` is 7/3 of pi.
 _MIXED = re.compile(r"(?<![\d.^_}\w)])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")
 _SUM = r"(\1+\\frac{\2}{\3})"
 
 
+# Two numbers side by side, derivatives, congruences, endless lists: math-verify reads `1 2` as 12.
+_MISREAD = re.compile(r"(?<!_)\d\s+\d|\d\s*_|'|\\(?:prime|equiv|dots)(?![a-zA-Z])")
+
+
 def _same_formula(gold: str, found: str) -> bool:
+    """Whether two formulas are mathematically equal, with units that agree."""
+    if _MISREAD.search(gold) or _MISREAD.search(found):
+        return gold == found
     (gold, unit), (found, other) = split_unit(gold), split_unit(found)
     if unit and other and unit_name(unit) != unit_name(other):
         return False
-    named = _values(gold), _values(found)
-    if bool(named[0]) != bool(named[1]):
-        gold, found = named[0] or gold, named[1] or found
-    mine, theirs = _parsed(gold), _parsed(found)
-    tuples = (sympy.Tuple, sympy.Interval)
-    for one, other in ((mine, theirs), (theirs, mine)):
-        if isinstance(one, tuples) and isinstance(other, sympy.FiniteSet):
-            return False
+    mine, theirs = map(_parsed, _told_apart(gold, found))
     if mine is None or theirs is None:
         return False
-    return verify([mine], [theirs], allow_set_relation_comp=True, timeout_seconds=None)
+    if all(isinstance(x, sympy.Expr) and x.is_number and x.is_finite for x in (mine, theirs)):
+        return _same_number(mine, theirs) or _rounds(found, mine) or _rounds(gold, theirs)
+    sets = [_as_set(x) for x in (mine, theirs)]
+    if all(sets) and mine.free_symbols == theirs.free_symbols:
+        mine, theirs = sets
+    return verify(
+        [mine], [theirs], allow_set_relation_comp=True, float_rounding=12, timeout_seconds=None
+    )
 
 
-def _values(text: str) -> str:
-    """The tuple of the values of `x=1, y=2` in the order of the names; "" for anything else."""
-    pairs = _NAMED.findall(text)
-    if len({name for name, _ in pairs}) < 2 or _NAMED.sub("", text).strip():
-        return ""
-    return f"({','.join(value for _, value in sorted(pairs))})"
+def _same_number(gold: Any, found: Any) -> bool:
+    """Whether two numbers are equal to 40 digits, or to 12 if one has a decimal point."""
+    if gold == found or (gold.is_Rational and found.is_Rational):
+        return gold == found
+    digits = 12 if gold.has(sympy.Float) or found.has(sympy.Float) else 40
+    difference, size = (abs(sympy.N(x, digits + 10)) for x in (gold - found, gold))
+    return bool(difference <= size * sympy.Rational(1, 10**digits))
+
+
+def _rounds(text: str, exact: Any) -> bool:
+    """Whether the decimal `text` is the number `exact`, rounded to enough digits."""
+    quantity, value = read_quantity(text), sympy.N(exact, 60)
+    return bool(
+        quantity and value.is_Float and quantity.rounds(Fraction(str(sympy.Rational(value))))
+    )
+
+
+_LETTERS = re.compile(
+    rf"{TEXT_COMMAND.pattern}|\\(?:mathbb|begin|end)\s*\{{\w+\}}|\\[a-zA-Z]+|([a-zA-Z])"
+)
+
+
+def _told_apart(*texts: str) -> list[str]:
+    """Renames capital letters whose small letter occurs, too: the library reads `R - r` as 0."""
+    letters = {m[2] for text in texts for m in _LETTERS.finditer(text) if m[2]}
+    both = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
+    unused = (c for c in "kpqrstuvwzabcmnxylj" if not {c, c.upper()} & letters)
+    names = dict(zip(both, unused, strict=False))
+    return [_LETTERS.sub(lambda m: names.get(m[2], m[0]), text) for text in texts]
+
+
+def _as_set(read: Any) -> Any:
+    """The set of numbers that inequalities of one variable describe; None for anything else."""
+    if not isinstance(read, sympy.logic.boolalg.Boolean) or read.has(sympy.Eq):
+        return None
+    try:
+        return read.as_set()
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _parsed(text: str) -> Any:
     """The sympy expression, set or relation of a formula; None if it does not parse."""
-    latex = f"${_MIXED.sub(_SUM, text)}$"
+    latex = f"${_MIXED.sub(_SUM, in_radians(text))}$"
     [read] = parse(latex, [_CONFIG], fallback_mode="no_fallback", parsing_timeout=None) or [None]
     parts = getattr(read, "args", ())
     inequalities = [isinstance(x, sympy.Rel) and not isinstance(x, sympy.Eq) for x in parts]
     if " or " in text and parts and all(inequalities):
         return sympy.Union(*(part.as_set() for part in parts))
-    return read
+    imaginary = [symbol for symbol in getattr(read, "free_symbols", ()) if symbol.name == "i"]
+    return read.subs({symbol: sympy.I for symbol in imaginary}) if imaginary else read
