@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from specjax.config import ModelConfig
 from specjax.interfaces import Where
 from specjax.models.layers import rms_norm
-from specjax.models.transformer import Params, Transformer, graphdef, to_decode_layout
+from specjax.models.transformer import Params, Transformer, angles_of, graphdef, to_decode_layout
 from specjax.weights.matrix import precision_of
 
 
@@ -43,12 +43,12 @@ def forward(model: Transformer, cache, tokens: Int[Array, "B T"], start, padding
     mask |= (seen == 0) & (slots[:, None] < padding[:, None, None])
     positions = jnp.maximum(slots - padding[:, None], 0)
     x = model.embed_tokens(tokens)
-    cos, sin = model.cfg.layers[0].mixer.angles(positions)
     written = []
-    where, eps = Where("tree", positions), model.cfg.rms_norm_eps
+    angles = angles_of(model.cfg.layers, positions)
+    where, eps = Where("tree", positions, angles=angles), model.cfg.rms_norm_eps
     for block, (k_cache, v_cache) in zip(model.layers, cache, strict=True):
         w, layer = block.arrays(), block.layer
-        q, k, v = layer.mixer.project(w, rms_norm(x, w["input_norm"], eps), cos, sin)
+        q, k, v, _ = layer.mixer.project(w, rms_norm(x, w["input_norm"], eps), where)
         k_cache = jax.lax.dynamic_update_slice(k_cache, k, (0, 0, start, 0))
         v_cache = jax.lax.dynamic_update_slice(v_cache, v, (0, 0, start, 0))
         x += layer.mixer.output(w, attend(q, k_cache, v_cache, mask))

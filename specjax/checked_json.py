@@ -80,10 +80,20 @@ class Keys:
       file: path of the object's file, for messages.
       raw: the object.
       inside: key of the object in its file; empty for the whole file.
+
+    Attributes:
+      asked: the names of the keys that were asked for.
     """
 
     def __init__(self, file: Path, raw: Mapping[str, Any], inside: str = ""):
         self.file, self.raw, self._inside = file, raw, inside
+        self.asked: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
+        """The object with values for keys that it lacks; what is asked for counts for both."""
+        keys = Keys(self.file, {**defaults, **self.raw}, self._inside)
+        keys.asked = self.asked
+        return keys
 
     def integer(
         self, name: str, default: Any = _REQUIRED, least: int = 1, most: int = LARGEST
@@ -131,6 +141,16 @@ class Keys:
 
         return self._checked(name, None, valid, "a list of strings") or []
 
+    def numbers(self, name: str) -> list[float]:
+        """A list of numbers; empty if the key is absent or null."""
+
+        def valid(value: Any) -> bool:
+            return isinstance(value, list) and all(
+                _is_integer(item) or isinstance(item, float) for item in value
+            )
+
+        return self._checked(name, None, valid, "a list of numbers") or []
+
     def within(self, name: str) -> Keys:
         """A nested object; empty if the key is absent or null."""
         value = self._checked(name, None, lambda value: isinstance(value, dict), "an object")
@@ -159,6 +179,7 @@ class Keys:
 
     def _checked(self, name: str, default: Any, valid: Callable[[Any], bool], expected: str) -> Any:
         """The value, or the default where that applies."""
+        self.asked.add(name)
         if name not in self.raw and default is _REQUIRED:
             raise CheckpointError(f"{self.file} lacks the key {self._label(name)!r}; {_REMEDY}")
         if name not in self.raw or (default is None and self.raw[name] is None):
@@ -166,6 +187,11 @@ class Keys:
         if not valid(self.raw[name]):
             raise self.error(name, expected)
         return self.raw[name]
+
+    @property
+    def label(self) -> str:
+        """The key of the object in its file."""
+        return self._inside
 
     def _label(self, name: str) -> str:
         return f"{self._inside}.{name}" if self._inside else name

@@ -304,12 +304,24 @@ class Family(Protocol):
       head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
         `specjax.checkpoint.huggingface_names`; None: transformers has no head for it, and a head is
         written to a file of its own.
+      mtp_key: key of config.json with the number of modules of an MTP head.
+      renamed: how names of tensors may begin in files, and how the same names begin here.
+      ignored: patterns, as of `fnmatch`, of tensors that are left out, such as those that read
+        images.
+      inert: keys of config.json that look as if they changed what is computed, and do not.
+
+    The table may name a family by several types. A file of another type than the family's own has
+    its config in the object `text_config`, as a model that also reads images.
     """
 
     model_type: str
     architecture: str
     layer_prefix: str
     head_style: str | None
+    mtp_key: str
+    renamed: Mapping[str, str]
+    ignored: Sequence[str]
+    inert: Sequence[str]
 
     def read(self, keys: Any) -> Any:
         """Reads the `ModelConfig` that a config.json describes.
@@ -1065,6 +1077,10 @@ class Backend:
         with the context. A function that cannot serve a call raises
         `specjax.kernels.backend.Declined` with the reason.
       line: text that is logged at start where the backend is chosen.
+      takes: for each operation the options that it implements, by the names of the keywords in
+        `dispatch`: a call with another option is declined. For `layers` the fields of the config,
+        such as `Attention.rope`, that may differ from their defaults: a model with another one is
+        refused by name.
       refuses: function of an operation's name, a `Device` (None: only the model is to be checked)
         and the `ModelConfig`, that returns why the backend cannot be used; None: it can. A
         `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
@@ -1080,6 +1096,7 @@ class Backend:
 
     operations: Mapping[str, Callable[..., Any]]
     line: str
+    takes: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
     refuses: Callable[[str, Device | None, Any], str | None] = lambda *_: None
     rest: str = "reference"
     kinds: tuple[str, ...] = ()

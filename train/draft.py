@@ -146,6 +146,7 @@ class HeadTrainer:
         loaded = load_model(cfg.model, dtype)
         self.params = loaded.policy
         model = loaded.cfg.replace(mtp_num_layers=0).running(compute_dtype=dtype, remat=False)
+        model = model.for_length(cfg.packing.row_length)
         self.model = with_tokenizer_end(model, self.tokenizer)
         # What is wrong with them is said before the policy answers prompts.
         always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)

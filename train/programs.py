@@ -360,8 +360,11 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a checkpoint's model config as the run computes, with the settled dtype."""
-    return model.running(**as_run(cfg))
+    """Returns a checkpoint's model config as the run computes: dtype, and longest sequence."""
+    sets = asked_sets(cfg.eval, cfg.rollout)
+    rollout = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
+    longest = max(rollout, *(entry.longest for entry in sets), 1)
+    return model.running(**as_run(cfg)).for_length(longest)
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:

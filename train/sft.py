@@ -289,7 +289,8 @@ def start_model(
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = with_tokenizer_end(model.running(**as_run(cfg)), tokenizer)
+        model = model.running(**as_run(cfg)).for_length(cfg.packing.row_length)
+        model = with_tokenizer_end(model, tokenizer)
         cfg.draft.optim.settle(is_new=head is None)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
@@ -298,7 +299,7 @@ def start_model(
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
-    model = model.running(**as_run(cfg))
+    model = model.running(**as_run(cfg)).for_length(cfg.packing.row_length)
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 

@@ -16,6 +16,7 @@ no head for the other families, so theirs is in a file of its own, `mtp.safetens
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import logging
 import math
@@ -72,7 +73,6 @@ from specjax.weights.safetensors import (
 )
 
 MTP_KEY = "specjax_mtp"
-MTP_COUNT_KEY = "num_nextn_predict_layers"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
@@ -113,7 +113,7 @@ def read_stored_config(path: str | Path) -> ModelConfig:
     """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
     cfg, reader = read_config(path), open_checkpoint(path)
     try:
-        return _as_stored(Path(path), cfg, dict(reader.tensors()))
+        return _as_stored(Path(path), cfg, named(cfg, reader.tensors(), path))
     except (CheckpointError, UnsupportedModelError):
         return cfg  # loading raises the error
 
@@ -135,18 +135,28 @@ def config_of(
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
     """
-    keys, beside = Keys(file, raw), file
+    family, beside = family_of(raw.get("model_type"), file), file
     if file.name == CONFIG:
         beside = file.with_name(GENERATION)
-    family = family_of(raw.get("model_type"), keys.file)
+    if raw["model_type"] != family.model_type:
+        raw = _text_config(file, raw)
+    keys = Keys(file, raw)
     cfg = family.read(keys)
     dtype = _dtype(keys) or _stored_dtype(tensors) or "float32"
+    mtp = _mtp(keys, family.mtp_key, order_of(family) or cfg.mtp_concat)
+    common.refuse_unread(keys, family.inert)
     return cfg.replace(
         **_tokens(keys, Keys(beside, generation), cfg.vocab_size),
-        **_mtp(keys, order_of(family) or cfg.mtp_concat),
+        **mtp,
         generation=sampling_of(beside, generation),
         run=RunConfig(param_dtype=dtype, compute_dtype=dtype),
     )
+
+
+def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of a model's text, and what is said of the whole model beside it."""
+    whole = {name: value for name, value in raw.items() if not isinstance(value, dict)}
+    return {**whole, **Keys(file, raw).within("text_config").raw}
 
 
 def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
@@ -165,11 +175,11 @@ def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _mtp(keys: Keys, concat: str) -> dict[str, Any]:
+def _mtp(keys: Keys, count_key: str, concat: str) -> dict[str, Any]:
     own = keys.within(MTP_KEY)
     states = ("post_norm", "pre_norm")
     return {
-        "mtp_num_layers": keys.integer(MTP_COUNT_KEY, None, least=0, most=common.MOST_LAYERS) or 0,
+        "mtp_num_layers": keys.integer(count_key, None, least=0, most=common.MOST_LAYERS) or 0,
         "mtp_concat": own.text("concat", concat, ("embedding_first", "hidden_first")),
         "mtp_target_hidden": own.text("target_hidden", "post_norm", states),
         "mtp_recycle": own.text("recycle", "post_norm", states),
@@ -217,7 +227,7 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
         "torch_dtype": dtype,
     }
     if with_head:
-        out[MTP_COUNT_KEY] = cfg.mtp_num_layers
+        out[family.mtp_key] = cfg.mtp_num_layers
         concat = order_of(family) or cfg.mtp_concat
         out[MTP_KEY] = {**mtp_json(cfg), "concat": concat}  # the order on disk
     return out
@@ -349,6 +359,21 @@ def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, 
     return piece.swapaxes(-1, -2) if stored.transpose else piece
 
 
+def named(cfg: ModelConfig, tensors: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """Returns the tensors of a file by the family's names, without those that it ignores."""
+    family, found, left_out = family_of(cfg.model_type), {}, []
+    for name, tensor in tensors.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored):
+            left_out.append(name)
+            continue
+        begins = next((begin for begin in family.renamed if name.startswith(begin)), "")
+        found[family.renamed.get(begins, "") + name.removeprefix(begins)] = tensor
+    if left_out:
+        first = ", ".join(left_out[:3])
+        log.info("%s: %d tensors are left out: %s ...", path, len(left_out), first)
+    return found
+
+
 # --- tied embeddings ----------------------------------------------------------------------------
 
 
@@ -423,7 +448,7 @@ def load_checkpoint(
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    weights = dict(reader.tensors())
+    weights = named(cfg, reader.tensors(), path)
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:

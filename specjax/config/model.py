@@ -14,15 +14,48 @@ ATTENTION_RESIDUALS = "attention"
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer: pre-norm, mixer, residual, pre-norm, mlp, residual.
+    """One decoder layer: a mixer and an mlp, each with norms and a residual.
 
     Attributes:
       mixer: a `specjax.interfaces.Mixer`, such as `specjax.models.mixers.attention.Attention`.
       mlp: a `specjax.interfaces.Mlp`, such as `specjax.models.mlps.dense.Dense`.
+      norms: where the norms of either half are: `before` it (Llama), `after` it and before the
+        residual (OLMo 2), or `both` (Gemma 2).
+      norm_offset: whether these norms multiply by 1 + w (Gemma).
+      residual_multiplier: factor of what either half adds to the residual stream (Granite).
     """
 
     mixer: Any
     mlp: Any
+    norms: str = "before"
+    norm_offset: bool = False
+    residual_multiplier: float = 1.0
+
+    def __post_init__(self):
+        choice("norms", self.norms, ("before", "after", "both"))
+
+    @property
+    def normed_before(self) -> bool:
+        """Whether mixer and mlp take normed states."""
+        return self.norms != "after"
+
+    @property
+    def normed_after(self) -> bool:
+        """Whether what mixer and mlp return is normed."""
+        return self.norms != "before"
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitForm:
+    """How logits follow from the products of states and the language-model head's matrix.
+
+    Attributes:
+      multiplier: factor of the products.
+      soft_cap: bound of the result, which becomes soft_cap * tanh(result / soft_cap); None: none.
+    """
+
+    multiplier: float = 1.0
+    soft_cap: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +117,9 @@ class ModelConfig:
       hidden_size: width D of the residual stream.
       layers: the layers in order; they alone say how many there are and what they compute.
       model_type: Hugging Face `model_type`; decides weight names on export.
+      norm_offset: whether the final norm, and the norms of an MTP head, multiply by 1 + w.
+      embedding_multiplier: factor of the embeddings of tokens.
+      logits: how logits follow from the language-model head's products.
       mtp_num_layers: number of MTP modules in the draft head, 0 without a head; step s uses module
         min(s, mtp_num_layers - 1).
       mtp_concat: order of the halves of the head's input, `embedding_first` (DeepSeek, GLM) or
@@ -107,6 +143,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    norm_offset: bool = False
+    embedding_multiplier: float = 1.0
+    logits: LogitForm = LogitForm()
     mtp_num_layers: int = 0
     mtp_concat: str = "embedding_first"
     mtp_target_hidden: str = "post_norm"
@@ -127,6 +166,19 @@ class ModelConfig:
         """The distinct mixers of a kind, such as `attention`, in the order of the layers."""
         found = (layer.mixer for layer in self.layers if layer.mixer.kind == kind)
         return tuple(dict.fromkeys(found))
+
+    def for_length(self, longest: int) -> ModelConfig:
+        """A copy for sequences of at most so many tokens: some rotary embeddings depend on it."""
+
+        def fixed(layer: Layer) -> Layer:
+            rope = getattr(layer.mixer, "rope", None)
+            if not hasattr(getattr(rope, "scaling", None), "longest"):
+                return layer
+            scaling = dataclasses.replace(rope.scaling, longest=longest)
+            rope = dataclasses.replace(rope, scaling=scaling)
+            return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
+
+        return self.replace(layers=tuple(map(fixed, self.layers)))
 
     def replace(self, **changes) -> ModelConfig:
         """A copy of the config with other values of these fields."""

@@ -92,8 +92,8 @@ class DFlashHead(HeadNetwork):
         where, rows = self.at(where), []
         for number, layer in enumerate(self.cfg.network.layers):
             mixer, w = layer.mixer, self.w["layers"][number]
-            _, k, v = mixer.project(w, fused, *where.rotated_by(mixer.rotation), True)
-            rows.append(KVCache(*with_marked_keys(k, v)))
+            made = mixer.project(w, fused, where, True)
+            rows.append(KVCache(*with_marked_keys(made.k, made.v)))
         return tuple(rows)
 
     def block(

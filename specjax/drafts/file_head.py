@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.checked_json import CheckpointError
 from specjax.config import ModelConfig
+from specjax.config.model import LogitForm
 from specjax.drafts import vocabulary
 from specjax.drafts.head import WINDOW, HeadSource
 from specjax.drafts.head_config import HeadFiles, rows_of, shapes_of
@@ -261,12 +262,16 @@ class FileHead(HeadSource):
             return embed_tokens(head.w["embed"], tokens, self._target_sized())
         return model.embed_tokens(tokens)
 
+    def logit_form(self, model) -> LogitForm:
+        """Returns that of the head, if the matrix is its own."""
+        return (self.network if self.cfg.own_head else model.cfg).logits
+
     def own_proposal(self, model, params: Params, normed) -> Proposal:
         """Multiplies by the head's columns, or takes its tokens of the target's logits."""
         ids = params.get("ids")
         if self.cfg.own_head:
-            return Proposal(lm_logits(normed, params["lm_head"]), ids)
-        logits = lm_logits(normed, model.head_weight())
+            return Proposal(lm_logits(normed, params["lm_head"], self.logit_form(model)), ids)
+        logits = lm_logits(normed, model.head_weight(), self.logit_form(model))
         return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
 
     def all_rows_alike(

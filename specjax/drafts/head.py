@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.config.model import Layer
+from specjax.config.model import Layer, LogitForm
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED, vocabulary
@@ -287,9 +287,13 @@ class HeadSource(Draft):
         """Runs module `index` of the network over T rows, see `HeadNetwork.decode`."""
         return head.decode(index, hidden, embedded, where, pages, scratch)
 
+    def logit_form(self, model: Any) -> LogitForm:
+        """Returns how logits follow from the products of the head's matrix: the target's."""
+        return model.cfg.logits
+
     def own_proposal(self, model: Any, params: Params, normed: Float[Array, "B R D"]) -> Proposal:
         """Proposes what follows normed states; by default by the target's language-model head."""
-        return Proposal(lm_logits(normed, model.head_weight()))
+        return Proposal(lm_logits(normed, model.head_weight(), model.cfg.logits))
 
     # --- training --------------------------------------------------------------------------------
 
@@ -495,7 +499,7 @@ class HeadSource(Draft):
 
     def _proposal(self, model, params, normed) -> Proposal:
         """Proposes by the columns of the entry `vocabulary`, where there is one."""
-        some = vocabulary.proposal(params, normed)
+        some = vocabulary.proposal(params, normed, self.logit_form(model))
         return some or self.own_proposal(model, params, normed)
 
     def _head(self, params):

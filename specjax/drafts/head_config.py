@@ -261,7 +261,7 @@ def family_of(backbone: str) -> QwenFamily:
     """Returns how files describe layers: by Qwen3's keys, also about the windows of Llama's."""
     if backbone == "qwen3":
         return QWEN3
-    return dataclasses.replace(QWEN3, model_type=backbone, qk_norm=False, head_dim=None)
+    return dataclasses.replace(QWEN3, model_type=backbone, qk_norm=False, defaults={})
 
 
 def changed(layers: Iterable[Layer], **fields: Any) -> tuple[Layer, ...]:

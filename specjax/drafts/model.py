@@ -226,7 +226,7 @@ class ModelSource(Draft):
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
     def _proposal(self, draft: Transformer, params: Params, x) -> Proposal:
-        some = vocabulary.proposal(params, draft.final_norm(x))
+        some = vocabulary.proposal(params, draft.final_norm(x), draft.cfg.logits)
         return some or Proposal(self._fit(draft.logits(x)))
 
     def _fit(self, logits: Float[Array, "B R own"]) -> Float[Array, "B R V"]:

@@ -62,7 +62,7 @@ def head_layer(cfg: ModelConfig) -> Layer:
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     """Returns the rows of a module's arrays outside its layer."""
     d = cfg.hidden_size
-    scale = Param((d,), (None,), init=None)
+    scale = Param((d,), (None,), init=0 if cfg.norm_offset else None)
     proj = Param((2 * d, d), ("embed", "mlp"), matrix=True)
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
 
@@ -121,16 +121,16 @@ class MTPHead(HeadNetwork):
 
     def _inputs(self, w: Params, hidden: Array, embedded: Array) -> Float[Array, "B T D"]:
         """Computes a layer's input; `mtp_concat` says which operand is the first half."""
-        eps = self.cfg.rms_norm_eps
-        e = rms_norm(embedded, w["embed_norm"], eps)
-        h = rms_norm(hidden.astype(embedded.dtype), w["hidden_norm"], eps)
+        eps, offset = self.cfg.rms_norm_eps, self.cfg.norm_offset
+        e = rms_norm(embedded, w["embed_norm"], eps, offset)
+        h = rms_norm(hidden.astype(embedded.dtype), w["hidden_norm"], eps, offset)
         halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
         # Devices of `tp` compute columns, which are then gathered: sums are those of one device.
         return whole_rows(dot(jnp.concatenate(halves, -1), w["proj"]))
 
     def _outputs(self, w: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Returns states for the language-model head, and states to use as h of the next step."""
-        normed = rms_norm(x, w["norm"], self.cfg.rms_norm_eps)
+        normed = rms_norm(x, w["norm"], self.cfg.rms_norm_eps, self.cfg.norm_offset)
         return normed, (normed if self.cfg.mtp_recycle == "post_norm" else x)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.config.model import LogitForm
 from specjax.interfaces import Param, Proposal
 from specjax.models.transformer import Params, lm_logits
 from specjax.weights.matrix import pack, unpack
@@ -82,7 +83,11 @@ def network(params: Params) -> Params:
     return {name: value for name, value in params.items() if name != ENTRY}
 
 
-def proposal(params: Params, normed: Float[Array, "B R D"]) -> Proposal | None:
-    """Proposes what follows normed states by the chosen columns; None: all columns are used."""
+def proposal(params: Params, normed: Float[Array, "B R D"], form: LogitForm) -> Proposal | None:
+    """Proposes what follows normed states by the chosen columns; None: all columns are used.
+
+    Args:
+      form: how logits follow from the products of the head's matrix.
+    """
     some = params.get(ENTRY)
-    return some and Proposal(lm_logits(normed, some["lm_head"]), some["ids"])
+    return some and Proposal(lm_logits(normed, some["lm_head"], form), some["ids"])

@@ -198,6 +198,9 @@ class LLM:
         self._cache_budget = cache_budget(cfg, source, meshes[0]) if given is None else given
         if max_len is None:
             self._shorten(source)
+        self.cfg = cfg = cfg.for_length(self.max_len)
+        if source is not None and source.network is not None:
+            source = source.with_network(source.network.for_length(self.max_len))
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
         self.params, self.source = params, source

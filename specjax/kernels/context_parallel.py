@@ -23,15 +23,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.kernels.backend import Declined
-from specjax.kernels.reference import NEG_INF, Running, capped, own_in_window
+from specjax.kernels.reference import NEG_INF, Running, capped, own_in_window, with_sink
 from specjax.parallel.context import AXIS, Context
 from specjax.parallel.sharding import spec_for
 
 
 def attention(
     q, k, v, own, segment_ids, context: Context, *,
-    window: int | None = None, soft_cap: float | None = None, local: Local | None = None,
+    window: int | None = None, soft_cap: float | None = None, sinks: Array | None = None,
+    local: Local | None = None,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` of rows in the order of `context`.
 
@@ -39,22 +39,20 @@ def attention(
 
     Args:
       own: keys and values of later steps; empty: causal attention alone.
-      local: what a device does; None: `in_xla`.
-
-    Raises:
-      Declined: `local` is a kernel, and there is a soft-cap.
+      sinks: see `reference.tree_attention`.
+      local: what a device does, which has no soft-cap; None: `in_xla`.
     """
-    if local is not None and soft_cap is not None:
-        raise Declined("it supports no soft-cap")
     local = local or in_xla(soft_cap)
-    if not own:
+    if not own and sinks is None:
         return _with_lse(q, k, v, segment_ids, context, window, local, q.dtype)[0].astype(q.dtype)
     own, base_window = own_in_window(own, window)
     if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
     else:
         found = _with_lse(q, k, v, segment_ids, context, base_window, local, jnp.float32)
-    return add_own(q, *found, own, soft_cap)
+    if sinks is not None:
+        found = with_sink(*found, sinks[:, None].astype(jnp.float32))
+    return add_own(q, *found, own, soft_cap) if own else found[0].astype(q.dtype)
 
 
 def add_own(

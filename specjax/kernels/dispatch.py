@@ -14,19 +14,20 @@ when an engine or a trainer is built and its devices are known. A name is a row 
                         them, in one call
 
 An operation that a backend does not have is run by the backend that it names as its `rest`, and so
-is a call that it declines, which is logged once. The reference has all operations but `layers`;
-where `runs_layers` is False a model runs its layers one by one.
-
-A `soft_cap` is handed to a backend's attention only where a model has one.
+is a call that it declines, or that has an option which is not among those that it `takes`; this is
+logged once. The reference has all operations but `layers`, with all options; where `runs_layers` is
+False a model runs its layers one by one. Options that a call does not use are not handed on.
 
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +98,13 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     backend = BACKENDS.find(name)
     if operation not in backend.operations:
         return f"{name} has no {operation}"
-    if operation == "layers" and (others := _others_than(_LAYERS, cfg)):
-        return Unsuited(f"layers are computed of {' and '.join(_LAYERS)}, got {', '.join(others)}")
+    if operation == "layers":
+        if others := _others_than(_LAYERS, cfg):
+            return Unsuited(
+                f"layers are computed of {' and '.join(_LAYERS)}, got {', '.join(others)}"
+            )
+        if fields := sorted({*_changed(cfg)} - {*backend.takes.get(operation, ())}):
+            return Unsuited(f"layers are computed without {', '.join(fields)}")
     return backend.refuses(operation, device, cfg)
 
 
@@ -106,6 +112,16 @@ def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
     """Returns a model's classes of mixers and mlps, as `module:attribute`, that are not `known`."""
     kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
     return sorted({f"{kind.__module__}:{kind.__qualname__}" for kind in kinds} - set(known))
+
+
+def _changed(cfg: ModelConfig) -> Iterator[str]:
+    """Yields the fields of a model of `_LAYERS`, and of its parts, that are not as by default."""
+    mixers = [layer.mixer for layer in cfg.layers]
+    parts = [*cfg.layers, *mixers, *(mixer.rope for mixer in mixers), *(x.mlp for x in cfg.layers)]
+    for part in (cfg, *dict.fromkeys(parts)):
+        for field in dataclasses.fields(part):
+            if getattr(part, field.name) != field.default:
+                yield f"{type(part).__name__}.{field.name}"
 
 
 def has(operation: str, name: str) -> bool:
@@ -118,13 +134,24 @@ def page_multiple(kernel: str) -> int:
     return BACKENDS.find(kernel).page_multiple
 
 
-def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], object]):
-    """Runs `call(backend, function)` for `kernel`, or if it declines for its `rest`, and so on."""
+def _serve(
+    operation: str,
+    kernel: str,
+    call: Callable[[Backend, Callable], object],
+    options: Collection[str] = (),
+):
+    """Runs `call(backend, function)` for `kernel`, or if it declines for its `rest`, and so on.
+
+    Args:
+      options: names of the options that the call uses, which the backend must take.
+    """
     asked = [kernel]
     while True:
         backend = BACKENDS.find(kernel)
         if operation in backend.operations:
             try:
+                if lacks := sorted({*options} - {*backend.takes.get(operation, ())}):
+                    raise Declined(f"it has no {' and no '.join(lacks)}")
                 return call(backend, backend.operations[operation])
             except Declined as reason:
                 _log_declined(kernel, operation, str(reason), backend.rest)
@@ -155,7 +182,7 @@ def tree_attention(
     Args:
       kernel: a name of the table, or a path.
     """
-    options = {"window": window, "with_lse": with_lse, **_soft_cap(soft_cap)}
+    options = _used(window=window, with_lse=with_lse or None, soft_cap=soft_cap)
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
     bits = jnp.asarray(visible_bits)
     named = {
@@ -179,7 +206,8 @@ def tree_attention(
         function = functools.partial(function, **options)
         return _on_each_device(backend, function, named, out, *sizes)
 
-    return _serve("tree_attention", kernel, attend)
+    used = {*options, *(() if sinks is None else ("sinks",))}
+    return _serve("tree_attention", kernel, attend, used)
 
 
 def commit(
@@ -272,7 +300,8 @@ def causal_attention(q, k, v, segment_ids, context: Context | None = None, **opt
 
 def causal_attention_with_own(
     q, k, v, own, segment_ids, context: Context | None = None, *,
-    window: int | None = None, soft_cap: float | None = None, kernel: str = "reference",
+    window: int | None = None, soft_cap: float | None = None, sinks: Array | None = None,
+    kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `specjax.kernels.reference.causal_attention_with_own`.
 
@@ -280,28 +309,31 @@ def causal_attention_with_own(
       context: how rows are split over devices.
       kernel: a name of the table, or a path.
     """
-    options = {"window": window, **_soft_cap(soft_cap)}
+    options = _used(window=window, soft_cap=soft_cap)
+    with_sinks = _used(sinks=sinks)
+    used = {**options, **with_sinks}
     if context is not None:
 
         def attend_split(_: Backend, function: Callable):
-            return function(q, k, v, own, segment_ids, context, **options)
+            return function(q, k, v, own, segment_ids, context, **used)
 
-        return _serve("context_attention", kernel, attend_split)
+        return _serve("context_attention", kernel, attend_split, used)
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)
     named["segment_ids"] = (segment_ids, ("batch", None))
+    named |= {name: (x, ("heads",)) for name, x in with_sinks.items()}
 
     def attend(backend: Backend, function: Callable):
         function = functools.partial(function, **options)
         return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
 
-    return _serve("causal_attention", kernel, attend)
+    return _serve("causal_attention", kernel, attend, used)
 
 
-def _soft_cap(soft_cap: float | None) -> dict[str, float]:
-    """Returns the keyword for a backend, which need not know of soft-caps where there is none."""
-    return {} if soft_cap is None else {"soft_cap": soft_cap}
+def _used(**options: Any) -> dict[str, Any]:
+    """Returns the options that are not None: a backend need not know of the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _on_each_device(

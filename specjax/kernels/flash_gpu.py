@@ -35,7 +35,7 @@ from specjax.kernels.backend import head_sizes
 from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
-from specjax.kernels.reference import NEG_INF, own_in_window
+from specjax.kernels.reference import NEG_INF, own_in_window, with_sink
 from specjax.kernels.tiles import by_rows, dot
 from specjax.kernels.triton import DTYPES, LARGEST_HEAD
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
@@ -94,8 +94,8 @@ TILES = {
 
 def causal_attention(
     q, k, v, own, segment_ids, *,
-    window: int | None = None, soft_cap: float | None = None, tiles: Tiles | None = None,
-    interpret: bool = False,
+    window: int | None = None, soft_cap: float | None = None, sinks: Array | None = None,
+    tiles: Tiles | None = None, interpret: bool = False,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
@@ -104,7 +104,7 @@ def causal_attention(
 
     Args:
       own: keys and values of later steps at the query's own position; may be empty.
-      soft_cap: see `reference.capped`.
+      soft_cap, sinks: see `reference.tree_attention`.
       tiles: how the kernels are cut; None: by head size and dtype.
       interpret: whether to interpret the kernels on CPU, for tests.
     """
@@ -113,14 +113,17 @@ def causal_attention(
     tiles = tiles or TILES[q.dtype.itemsize, _rounded(h)]
     if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         base, lse = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
+        base, lse = (base, lse) if sinks is None else with_sink(base, lse, sinks[:, None])
         return add_own(q, base, lse, own, soft_cap)
     rows, keys, values, _, segments = padded(tiles.largest, q, k, v, [], segment_ids)
     segments = jnp.where(segments == 0, _PADDING, segments.astype(jnp.int32))
-    dtype = jnp.float32 if own else q.dtype
+    dtype = q.dtype if not own and sinks is None else jnp.float32
     call = _Call(tiles, base_window, soft_cap, jnp.dtype(dtype), interpret)
     out, lse = _attend(call, rows, keys, values, segments)
     out, lse = out[:, :, :s], lse[:, :, :s]
-    return add_own(q, out, lse, own, soft_cap) if own else out
+    if sinks is not None:
+        out, lse = with_sink(out, lse, sinks[:, None].astype(jnp.float32))
+    return add_own(q, out, lse, own, soft_cap) if own else out.astype(q.dtype)
 
 
 def _rounded(head: int) -> int:
@@ -441,6 +444,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 
 BACKEND = Backend(
     operations={"causal_attention": causal_attention},
+    takes={"causal_attention": ("window", "soft_cap", "sinks")},
     refuses=_refuses,
     rest="library:cudnn",
     line="Pallas Triton flash attention of packed rows",

@@ -757,6 +757,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 
 BACKEND = Backend(
     operations={"tree_attention": tree_attention},
+    takes={"tree_attention": ("window", "soft_cap", "sinks", "with_lse")},
     refuses=_refuses,
     rest="triton",
     line="Pallas Mosaic GPU tree attention",

@@ -39,8 +39,7 @@ SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512
 
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, soft_cap: float | None = None, sinks=None, with_lse: bool = False,
-    implementation: str = "cudnn",
+    window: int | None = None, sinks=None, with_lse: bool = False, implementation: str = "cudnn",
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
 
@@ -49,12 +48,7 @@ def tree_attention(
 
     Args:
       implementation: `cudnn` or `xla`.
-
-    Raises:
-      Declined: the call has a soft-cap.
     """
-    if soft_cap is not None:
-        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     b, _, t, _ = q.shape
     k, v = contiguous(k_pages, table), contiguous(v_pages, table)
     visible_bits, at = jnp.asarray(visible_bits), jnp.arange(k.shape[2])
@@ -92,17 +86,15 @@ def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
 
 def causal_attention(
     q, k, v, own, segment_ids, *,
-    window: int | None = None, soft_cap: float | None = None, implementation: str = "cudnn",
+    window: int | None = None, implementation: str = "cudnn",
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
 
     Raises:
-      Declined: the call has a soft-cap.
+      Declined: cuDNN has no kernel for the heads.
     """
-    if soft_cap is not None:
-        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     if implementation == "cudnn" and not _cudnn_takes(q.dtype, [q.shape[3]]):
         raise Declined(f"cuDNN supports no {q.dtype} heads of {q.shape[3]}")
     s = q.shape[2]
@@ -171,18 +163,13 @@ class _CausalWithOwn(splash.Mask):
 
 def splash_attention(
     q, k, v, own, segment_ids, *,
-    window: int | None = None, soft_cap: float | None = None, interpret: bool = False,
+    window: int | None = None, interpret: bool = False,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
       interpret: whether to interpret the kernel on CPU, for tests.
-
-    Raises:
-      Declined: the call has a soft-cap.
     """
-    if soft_cap is not None:
-        raise Declined("it supports no soft-cap")
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
@@ -235,13 +222,16 @@ def _operations(implementation: str) -> dict:
     }
 
 
+TAKES = {"tree_attention": ("window", "sinks", "with_lse"), "causal_attention": ("window",)}
 CUDNN = Backend(
     operations=_operations("cudnn"),
+    takes=TAKES,
     refuses=_cudnn_refuses,
     rest="library:xla",
     line="jax.nn.dot_product_attention by cuDNN",
 )
 XLA = Backend(
     operations=_operations("xla"),
+    takes=TAKES,
     line="jax.nn.dot_product_attention in XLA",
 )

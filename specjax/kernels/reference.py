@@ -231,6 +231,7 @@ def tree_attention_by_position(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Computes `tree_attention` with bits that depend neither on the tree nor on a row's place.
 
@@ -243,7 +244,7 @@ def tree_attention_by_position(
         beyond its own depth. The cache has E slots or more past every prefix.
       depth: depth of each row.
       window: number of positions that a row sees, its own included; None: all.
-      soft_cap: see `tree_attention`.
+      soft_cap, sinks: see `tree_attention`.
     """
     b, n, t, h = q.shape
     kv_heads = k_pages.shape[1]
@@ -266,9 +267,14 @@ def tree_attention_by_position(
         rows = asked.astype(jnp.float32) * h**-0.5
         scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), soft_cap)
         scores = jnp.where(known[:, None, None], scores, NEG_INF)
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        peak = scores.max(-1, keepdims=True)
+        sink = None if sinks is None else sink_of_rows(sinks, kv_heads, 1)
+        peak = peak if sink is None else jnp.maximum(peak, sink)
+        weights = jnp.exp(scores - peak)
+        total = weights.sum(-1, keepdims=True)
+        total = total if sink is None else total + jnp.exp(sink - peak)
         out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
-        [out] = _apart_on_gpus(out / weights.sum(-1, keepdims=True))
+        [out] = _apart_on_gpus(out / total)
         return out.reshape(b, n, h)
 
     return jnp.moveaxis(jax.lax.map(one_row, jnp.arange(t)), 0, 2).astype(q.dtype)
@@ -289,19 +295,23 @@ def causal_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N S H"]:
     """Computes causal attention within segments, for prefill and training; segment 0 is padding.
 
     Args:
       window: number of positions that a row sees, its own included; None: all up to its own.
-      soft_cap: see `tree_attention`.
+      soft_cap, sinks: see `tree_attention`.
     """
     b, n, s, h = q.shape
     rows = pack_heads(q, k.shape[1]).astype(jnp.float32) * h**-0.5
     mask = causal_segment_mask(segment_ids, window)
     mask = jnp.tile(mask, (1, n // k.shape[1], 1))[:, None]
-    out = _masked_attention(soft_cap, rows, k.astype(jnp.float32), v.astype(jnp.float32), mask)
-    return out.reshape(b, n, s, h).astype(q.dtype)
+    found = _masked_attention(soft_cap, rows, k.astype(jnp.float32), v.astype(jnp.float32), mask)
+    out, lse = (x.reshape(b, n, s, -1) for x in found)
+    if sinks is not None:
+        out, _ = with_sink(out, lse[..., 0], sinks[:, None].astype(jnp.float32))
+    return out.astype(q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -316,19 +326,21 @@ def _masked_attention_fwd(soft_cap, q, k, v, mask):
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
     out = jnp.einsum("bkms,bksh->bkmh", weights, v) / total
-    return out, (q, k, v, mask, out, peak + jnp.log(total))
+    lse = peak + jnp.log(total)
+    return (out, lse), (q, k, v, mask, out, lse)
 
 
-def _masked_attention_bwd(soft_cap, residuals, d_out):
+def _masked_attention_bwd(soft_cap, residuals, gradients):
     """Recomputes the weights from their log-sum-exp (FlashAttention, Dao 2022, algorithm 4).
 
     Written by hand because XLA's derivative of the softmax takes twice the time on CPU.
     """
     q, k, v, mask, out, lse = residuals
+    d_out, d_lse = gradients
     scores = capped(jnp.einsum("bkmh,bksh->bkms", q, k), soft_cap)
     weights = jnp.where(mask, jnp.exp(scores - lse), 0.0)
     d_weights = jnp.einsum("bkmh,bksh->bkms", d_out, v)
-    d_scores = weights * (d_weights - (out * d_out).sum(-1, keepdims=True))
+    d_scores = weights * (d_weights - (out * d_out).sum(-1, keepdims=True) + d_lse)
     if soft_cap is not None:  # the derivative of the tanh, by its own value
         d_scores = d_scores * (1 - (scores / soft_cap) ** 2)
     d_q = jnp.einsum("bkms,bksh->bkmh", d_scores, k)
@@ -349,6 +361,7 @@ def causal_attention_with_own(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N S H"]:
     """Computes causal attention over base rows and over the later rows of the same position.
 
@@ -360,7 +373,7 @@ def causal_attention_with_own(
       window: number of positions that a row sees, its own included; None: all. A later step is one
         position further on than the step before, as it is in decoding, so that the query is
         `len(own)` positions behind the base row at its place.
-      soft_cap: see `tree_attention`.
+      soft_cap, sinks: see `tree_attention`.
     """
     own, base_window = own_in_window(own, window)
     b, n, s, h = q.shape
@@ -374,9 +387,12 @@ def causal_attention_with_own(
     values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)
     own_scores = capped(jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys), soft_cap)
     own_scores = own_scores.reshape(b, kv_heads, group * s, len(own))
-    peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1), own_scores.max(-1))[..., None])
+    peak = jnp.maximum(scores.max(-1), own_scores.max(-1))[..., None]
+    sink = None if sinks is None else sink_of_rows(sinks, kv_heads, s)
+    peak = jax.lax.stop_gradient(peak if sink is None else jnp.maximum(peak, sink))
     weights, own_weights = jnp.exp(scores - peak), jnp.exp(own_scores - peak)
     total = weights.sum(-1, keepdims=True) + own_weights.sum(-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - peak)
     out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
     own_weights = own_weights.reshape(b, kv_heads, group, s, len(own))
     own_out = jnp.einsum("bkgso,bksoh->bkgsh", own_weights, values)

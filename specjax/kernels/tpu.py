@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context_parallel, flash, library
-from specjax.kernels.backend import Declined, head_sizes
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
 
@@ -206,12 +206,12 @@ def _up(number: int, multiple: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret"), inline=True
+    jax.jit, static_argnames=("window", "with_lse", "tuning", "interpret"), inline=True
 )
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
-    tuning: Tuning, interpret: Interpret = False,
+    window: int | None = None, sinks=None, with_lse: bool = False, tuning: Tuning,
+    interpret: Interpret = False,
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 
@@ -223,11 +223,8 @@ def tree_attention(
         which deadlocks on several devices at once.
 
     Raises:
-      Declined: the call has a soft-cap.
       ValueError: a page cannot be cut into pieces, or a program's buffers do not fit into VMEM.
     """
-    if soft_cap is not None:
-        raise Declined("it supports no soft-cap")
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
     group = n // kv_heads
@@ -630,6 +627,7 @@ def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
             "causal_attention": library.splash_attention,
             "context_attention": CONTEXT_ATTENTION,
         },
+        takes={**library.TAKES, "context_attention": ("window", "sinks")},
         refuses=_refuses,
         line=f"Pallas tree attention for {chips}, splash attention in training",
         kinds=kinds,

@@ -456,6 +456,7 @@ def _refuses_model(cfg: ModelConfig) -> str | None:
 
 BACKEND = Backend(
     operations={"tree_attention": tree_attention},
+    takes={"tree_attention": ("window", "soft_cap", "sinks", "with_lse")},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",

@@ -16,8 +16,7 @@ from specjax.kernels.reference import (
 )
 
 
-def _causal_attention(q, k, v, own, segment_ids, *, window=None, soft_cap=None):
-    options = {"window": window, "soft_cap": soft_cap}
+def _causal_attention(q, k, v, own, segment_ids, **options):
     if not own:
         return causal_attention(q, k, v, segment_ids, **options)
     return causal_attention_with_own(q, k, v, own, segment_ids, **options)
@@ -32,5 +31,10 @@ BACKEND = Backend(
         "product": product,
     },
     line="XLA reference",
+    takes={
+        "tree_attention": ("window", "soft_cap", "sinks", "with_lse"),
+        "causal_attention": ("window", "soft_cap", "sinks"),
+        "context_attention": ("window", "soft_cap", "sinks"),
+    },
     by_device=False,
 )

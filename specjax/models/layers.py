@@ -19,11 +19,17 @@ from specjax.parallel.sharding import shard_shape
 from specjax.weights.matrix import Matrix, is_array
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
-    """Computes the root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019)."""
-    x32 = x.astype(jnp.float32)
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float, offset: bool = False
+) -> Array:
+    """Computes the root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019).
+
+    Args:
+      offset: whether the factor is 1 + `scale`.
+    """
+    x32, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+    return (normed * (1 + scale if offset else scale)).astype(x.dtype)
 
 
 def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), depth: int = 1):
@@ -81,10 +87,10 @@ def block(
     inputs: Float[Array, "B T inputs"] | None = None,
     given: Array | None = None,
 ) -> tuple[Array, Scratch, Array | None]:
-    """Runs a decoder layer: norm, mixer, residual, norm, mlp, residual.
+    """Runs a decoder layer: mixer and mlp, each with its norms and a residual.
 
     Args:
-      layer: the layer.
+      layer: the layer, which says where norms are.
       w: its arrays by their names.
       x: states of the rows, which are the first residual.
       where: positions of the rows.
@@ -99,17 +105,24 @@ def block(
     whole = split = lambda x: x
     if cfg.run.sequence_parallel and where.form == "train":
         whole, split = whole_over_tp, split_over_tp
+
+    def normed(x: Array, name: str) -> Array:
+        return rms_norm(x, w[name], cfg.rms_norm_eps, layer.norm_offset) if name in w else x
+
+    def added(x: Array, out: Array, name: str) -> Array:
+        out, factor = normed(split(out), name), layer.residual_multiplier
+        return x + (out if factor == 1.0 else out * factor)
+
     if inputs is None:
-        inputs = rms_norm(x, w["input_norm"], cfg.rms_norm_eps)
+        inputs = normed(x, "input_norm")
     mixed, scratch = mix(w, whole(inputs))
-    x = x + split(mixed)
-    normed = whole(rms_norm(x, w["post_norm"], cfg.rms_norm_eps))
-    out, record = layer.mlp.run(w, normed, where, given)
-    return x + split(out), scratch, record
+    x = added(x, mixed, "mixed_norm")
+    out, record = layer.mlp.run(w, whole(normed(x, "post_norm")), where, given)
+    return added(x, out, "mlp_norm"), scratch, record
 
 
 class Block(nnx.Module):
-    """One layer with pre-norms, or several stacked ones; see `specjax.models.rows`.
+    """One layer, or several stacked ones; see `specjax.models.rows`.
 
     A `fused` block has arrays of several parameters side by side, see `rows.fuse`: at a few rows
     per step the number of operations, not their size, is what decoding costs.

@@ -83,19 +83,61 @@ class YarnScaling:
         return (freqs / self.factor * divided + freqs * (1 - divided)).astype(np.float32)
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE's frequency rescaling, a factor per frequency (Ding et al. 2024, arXiv 2402.13753).
+
+    transformers changes from the short factors to the long ones when a sequence grows past
+    `original_max_position`, so that a token depends on how long the batch is. Here the longest
+    sequence that a program runs decides, before the first token, as in vLLM.
+
+    Attributes:
+      short: factors for sequences of at most `original_max_position` tokens.
+      long: factors for longer ones.
+      original_max_position: number of tokens that the model was trained on before.
+      magnitude: factor of cosines and sines.
+      longest: number of tokens of the longest sequence, see `ModelConfig.for_length`.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    magnitude: float
+    longest: int
+
+    def rescale(self, freqs: np.ndarray, theta: float) -> np.ndarray:
+        """Computes transformers' `modeling_rope_utils._compute_longrope_parameters`."""
+        factors = self.long if self.longest > self.original_max_position else self.short
+        return (freqs / np.asarray(factors, np.float32)).astype(np.float32)
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling | LongScaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The base of the frequencies, and how they are rescaled."""
+    """The base of the frequencies, how they are rescaled, and what of a head they rotate.
+
+    Attributes:
+      theta: the base.
+      scaling: how frequencies are rescaled; None: not at all.
+      share: share of a head, from its beginning, that is rotated; 0: there is no rotary embedding.
+      interleaved: whether numbers 2i and 2i + 1 are rotated together, instead of i and i + H/2.
+    """
 
     theta: float = 10_000.0
     scaling: Scaling | None = None
+    share: float = 1.0
+    interleaved: bool = False
+
+    def width(self, head_dim: int) -> int:
+        """Returns how many numbers of a head are rotated."""
+        return int(head_dim * self.share)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Computes the frequencies [H/2] in radians per token."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+        """Computes the frequencies [width/2] in radians per token."""
+        width = self.width(head_dim)
+        exponents = np.arange(0, width, 2, dtype=np.float32) / width
         freqs = (1.0 / self.theta**exponents).astype(np.float32)
         return freqs if self.scaling is None else self.scaling.rescale(freqs, self.theta)
 
@@ -110,7 +152,10 @@ def rope_tables(
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
     """Computes cosines and sines at absolute positions, float32."""
     angles = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim)
-    angles = jnp.concatenate([angles, angles], axis=-1)
+    if rope.interleaved:
+        angles = jnp.repeat(angles, 2, axis=-1)
+    else:
+        angles = jnp.concatenate([angles, angles], axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.magnitude != 1.0:
         cos, sin = cos * rope.magnitude, sin * rope.magnitude
@@ -118,10 +163,19 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "B heads T H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+    x: Float[Array, "B heads T H"],
+    cos: Float[Array, "B T width"],
+    sin: Float[Array, "B T width"],
+    interleaved: bool = False,
+    scale: float = 1.0,
 ) -> Float[Array, "B heads T H"]:
-    """Rotates head-major queries or keys."""
-    half = x.shape[-1] // 2
-    rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    out = x.astype(jnp.float32) * cos[:, None] + rotated.astype(jnp.float32) * sin[:, None]
-    return out.astype(x.dtype)
+    """Rotates the first numbers of head-major queries or keys, and multiplies all by `scale`."""
+    x32, width = x.astype(jnp.float32), cos.shape[-1]
+    turned, rest = x32[..., :width], x32[..., width:]
+    if interleaved:
+        beside = jnp.stack([-turned[..., 1::2], turned[..., ::2]], axis=-1).reshape(turned.shape)
+    else:
+        beside = jnp.concatenate([-turned[..., width // 2 :], turned[..., : width // 2]], axis=-1)
+    out = turned * cos[:, None] + beside * sin[:, None]
+    out = out if width == x.shape[-1] else jnp.concatenate([out, rest], axis=-1)
+    return (out if scale == 1.0 else out * scale).astype(x.dtype)

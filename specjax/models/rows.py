@@ -17,9 +17,16 @@ from specjax.interfaces import Axes, Param, Params, Stored
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
     """Returns the rows of a layer's arrays: those of its norms, its mixer and its mlp."""
+    names = {}
+    if layer.normed_before:
+        second = "pre_feedforward" if layer.normed_after else "post_attention"
+        names = {"input_norm": "input", "post_norm": second}
+    if layer.normed_after:
+        names |= {"mixed_norm": "post_attention", "mlp_norm": "post_feedforward"}
+    init = 0 if layer.norm_offset else None
     norms = {
-        "input_norm": Param((width,), (None,), Stored("input_layernorm.weight"), init=None),
-        "post_norm": Param((width,), (None,), Stored("post_attention_layernorm.weight"), init=None),
+        name: Param((width,), (None,), Stored(f"{stored}_layernorm.weight"), init=init)
+        for name, stored in names.items()
     }
     return norms | layer.mixer.params(width) | layer.mlp.params(width)
 
@@ -29,7 +36,9 @@ def top_rows(cfg: ModelConfig) -> dict[str, Param]:
     v, d = cfg.vocab_size, cfg.hidden_size
     return {
         "embed": Param((v, d), ("vocab", "embed"), Stored("model.embed_tokens.weight"), table=True),
-        "norm": Param((d,), (None,), Stored("model.norm.weight"), init=None),
+        "norm": Param(
+            (d,), (None,), Stored("model.norm.weight"), init=0 if cfg.norm_offset else None
+        ),
         "lm_head": Param((d, v), ("embed", "vocab"), Stored("lm_head.weight", True), matrix=True),
     }
 

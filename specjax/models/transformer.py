@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.config.model import ATTENTION_RESIDUALS, Layer
+from specjax.config.model import ATTENTION_RESIDUALS, Layer, LogitForm
 from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
@@ -124,7 +124,7 @@ class Transformer(nnx.Module):
         return embed_tokens(self.embed.get_value(), tokens, self.cfg)
 
     def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
+        return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps, self.cfg.norm_offset)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Computes float32 logits of states before the final norm."""
@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
         head = getattr(self, name).get_value()
         if isinstance(self.layers, nnx.List):  # training has no loop over rounds
             normed, head = as_stored(normed, head, top_rows(self.cfg)[name].axes)
-        return lm_logits(normed, transposed(head) if self.tied else head)
+        return lm_logits(normed, transposed(head) if self.tied else head, self.cfg.logits)
 
     def head_weight(self) -> Matrix:
         return transposed(self.embed.get_value()) if self.tied else self.lm_head.get_value()
@@ -411,17 +411,21 @@ def layers_by_kernel(
 
 
 def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
-    """Looks up embeddings in the compute dtype; ids are clamped, for `take` else fills NaN.
+    """Looks up embeddings in the compute dtype, and multiplies them by the model's factor.
 
-    Where the ambient mesh splits the embedding over the devices that split packed rows, as in
-    training, the embeddings change devices, and not the matrix.
+    Ids are clamped, for `take` else fills NaN. Where the ambient mesh splits the embedding over the
+    devices that split packed rows, as in training, the embeddings change devices, and not the
+    matrix.
     """
     safe, dtype = jnp.clip(tokens, 0, cfg.vocab_size - 1), jnp.dtype(cfg.run.compute_dtype)
     mesh = jax.sharding.get_abstract_mesh()
     splits = not mesh.empty and sharding.divides_rows(mesh, safe.shape)
     if is_array(embed) and splits and sharding.is_gathered(mesh, _TABLE, embed.shape):
-        return _embed_split(Stored(mesh, _TABLE, embed.shape, embed.dtype), dtype, embed, safe)
-    return rows(embed, safe).astype(dtype)
+        x = _embed_split(Stored(mesh, _TABLE, embed.shape, embed.dtype), dtype, embed, safe)
+    else:
+        x = rows(embed, safe).astype(dtype)
+    factor = cfg.embedding_multiplier
+    return x if factor == 1.0 else x * jnp.asarray(factor, dtype)
 
 
 _TABLE = ("vocab", "embed")  # logical axes of the embedding
@@ -477,9 +481,22 @@ _embed_split.defvjp(
 
 
 @jax.named_scope("lm_head")
-def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... V"]:
+def lm_logits(
+    normed: Float[Array, "... D"], head: Matrix, form: LogitForm
+) -> Float[Array, "... V"]:
     """Computes float32 logits of normed states, by a head [D V]; see `dot`."""
-    return dot(normed, head, jnp.float32)
+    out = dot(normed, head, jnp.float32)
+    out = out if form.multiplier == 1.0 else out * form.multiplier
+    return out if form.soft_cap is None else form.soft_cap * jnp.tanh(out / form.soft_cap)
+
+
+def products_gradient(
+    form: LogitForm, logits: Float[Array, "... V"], gradient: Float[Array, "... V"]
+) -> Float[Array, "... V"]:
+    """Returns the gradient of the products of `lm_logits` from that of its logits."""
+    if form.soft_cap is not None:
+        gradient = gradient * (1 - (logits / form.soft_cap) ** 2)
+    return gradient if form.multiplier == 1.0 else gradient * form.multiplier
 
 
 # --- parameters ----------------------------------------------------------------------------------

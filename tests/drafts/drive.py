@@ -1,12 +1,14 @@
 """Drives a draft source by hand, without a target: random trees, random acceptance."""
 
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.config.model import LogitForm
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.drafts import ABSORBED
@@ -20,6 +22,10 @@ class Target(NamedTuple):
 
     embed: jax.Array
     lm_head: jax.Array
+
+    @property
+    def cfg(self):
+        return SimpleNamespace(logits=LogitForm())
 
     def embed_tokens(self, tokens):
         return self.embed[jnp.clip(tokens, 0, len(self.embed) - 1)]

@@ -246,9 +246,9 @@ def test_what_would_change_the_computation_is_refused_by_its_name():
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078,
         "is_causal": False, "partial_rotary_factor": 0.5, "hidden_act": "gelu",
         "model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"},
-        "rope_scaling": {"rope_type": "longrope", "factor": 4.0},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }.items():  # fmt: skip
-        named = "longrope" if key == "rope_scaling" else key
+        named = "dynamic" if key == "rope_scaling" else key
         refused(plain(**{key: value}), tensors(), named, kind=UnsupportedModelError)
 
 

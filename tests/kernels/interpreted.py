@@ -22,6 +22,7 @@ TPU = Backend(
         ),
     },
     line="the TPU kernel in interpret mode",
+    takes=tpu.V5E.takes,
 )
 TRITON = Backend(
     operations={
@@ -30,8 +31,10 @@ TRITON = Backend(
         ),
     },
     line="the Triton kernel in interpret mode",
+    takes=triton.BACKEND.takes,
 )
 FLASH_GPU = Backend(
     operations={"causal_attention": functools.partial(flash_gpu.causal_attention, interpret=True)},
     line="the GPU's flash attention in interpret mode",
+    takes=flash_gpu.BACKEND.takes,
 )

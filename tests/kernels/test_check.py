@@ -19,7 +19,7 @@ CALLS = []
 
 
 def _right(**given):
-    CALLS.append((given["q"].shape, given["k_tree"].shape, given["window"]))
+    CALLS.append((given["q"].shape, given["k_tree"].shape, given.get("window")))
     return reference.tree_attention(**given)
 
 
@@ -43,7 +43,8 @@ def _fails(**given):
 
 
 def _kernels(attend, rest="reference") -> Backend:
-    return Backend({"tree_attention": attend}, line="a kernel of a test", rest=rest)
+    takes = {"tree_attention": ("window", "soft_cap")}
+    return Backend({"tree_attention": attend}, line="a kernel of a test", rest=rest, takes=takes)
 
 
 HERE = __name__

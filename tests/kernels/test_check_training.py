@@ -33,7 +33,8 @@ def _one_segment(q, k, v, own, segment_ids, **options):
 
 
 def _kernels(attend) -> Backend:
-    return Backend({"causal_attention": attend}, line="a kernel of a test")
+    takes = {"causal_attention": ("window", "soft_cap")}
+    return Backend({"causal_attention": attend}, line="a kernel of a test", takes=takes)
 
 
 RIGHT, WRONG_GRADIENT, ONE_SEGMENT = map(_kernels, (_right, _wrong_gradient, _one_segment))

@@ -22,6 +22,7 @@ from specjax.kernels.cpu import native
 from specjax.memory import KVCache, commit_rows, empty
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
+from specjax.models.rope import Rope
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 from specjax.weights.matrix import dot
 
@@ -168,8 +169,8 @@ class Relu2(Dense):
 class Quiet(Attention):
     """Derived from `Attention`: half of what it attends to."""
 
-    def output(self, w, attended):
-        return super().output(w, attended) / 2
+    def output(self, w, attended, gate=None):
+        return super().output(w, attended, gate) / 2
 
 
 def other_mlp(layer):
@@ -181,11 +182,26 @@ def other_mixer(layer):
     return dataclasses.replace(layer, mixer=Quiet(**fields))
 
 
-def other_eps(layer):
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, norm_eps=0.5))
+def with_mixer(**fields):
+    return lambda layer: dataclasses.replace(
+        layer, mixer=dataclasses.replace(layer.mixer, **fields)
+    )
 
 
-@pytest.mark.parametrize("change", [other_mlp, other_mixer, other_eps])
+CHANGES = {
+    "mlp": other_mlp,
+    "mixer": other_mixer,
+    "eps": with_mixer(norm_eps=0.5),
+    "scale": with_mixer(scale=0.1),
+    "share": with_mixer(rope=Rope(share=0.5)),
+    "multiplier": lambda layer: dataclasses.replace(layer, residual_multiplier=0.5),
+    "activation": lambda layer: dataclasses.replace(
+        layer, mlp=dataclasses.replace(layer.mlp, activation="gelu_pytorch_tanh")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_layers_that_differ_from_the_kernel_s_decode_as_they_train(change):
     cfg = change_dense(PANELS, qk_norm=True).running(attention="cpu")
     assert dispatch.runs_layers(cfg)

@@ -27,7 +27,7 @@ from specjax.engine.sources import source_of
 from specjax.interfaces import Draft
 from specjax.models.layers import rms_norm
 from specjax.models.rows import merge_axes, param_axes
-from specjax.models.transformer import Params, Taps
+from specjax.models.transformer import Params, Taps, products_gradient
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
@@ -253,11 +253,12 @@ def _blocks_fwd(how: Comparison, outputs, matrix, normed, policy_matrix, ids, la
             made = [jax.vjp(lambda out: how.draft.logits(out, weight), outputs[k]) for k in group]
             values, pull, aux = jax.vjp(losses, *(logits for logits, _ in made), has_aux=True)
             d_logits = pull([labels[k].terms * factors[k] for k in group])
-            for k, value, more, (_, back), d in zip(
+            for k, value, more, (logits, back), d in zip(
                 group, values, aux, made, d_logits, strict=True
             ):
                 results.append((value, more, *back(d)))
                 if how.own:
+                    d = products_gradient(how.draft.form, logits, d)
                     parts = parts + matrix_gradient(how.draft, outputs[k], d)
         return parts, results
 
@@ -467,10 +468,11 @@ def head_loss(
     policy, states = jax.lax.stop_gradient((policy, states))
     source, steps = source or head_of(cfg), draft.unroll_steps
     tokens, segments = batch["tokens"], batch["segment_ids"]
-    normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
+    normed = states[..., : cfg.hidden_size]
+    normed = rms_norm(normed, policy["norm"], cfg.rms_norm_eps, cfg.norm_offset)
     name = head_name(cfg)
-    axes, whole = param_axes(cfg)[name], policy[name]
-    head = Head.of(mesh, axes, whole, tokens.shape, chunk)
+    axes, whole, form = param_axes(cfg)[name], policy[name], cfg.logits
+    head = Head.of(mesh, axes, whole, tokens.shape, chunk, form)
     hidden = _tapped(source, states, normed)
     targets = [
         draft_targets(tokens, batch["loss_mask"], segments, k, context) for k in range(steps)
@@ -482,10 +484,10 @@ def head_loss(
         matrix, ids = found
         own = matrix is not None
         if own:
-            axes = OWN_HEAD_AXES
+            axes, form = OWN_HEAD_AXES, source.network and source.network.logits
         else:
             matrix = jnp.take(whole, ids, axis=head.axis)
-        drafts_by = Head.of(mesh, axes, matrix, tokens.shape, chunk)
+        drafts_by = Head.of(mesh, axes, matrix, tokens.shape, chunk, form)
     objective = Objective(draft.loss, Sampling.of(rollout), draft.loss_top_k)
     how = Comparison(objective, draft.step_decay, head, drafts_by, own, context)
     labels = tuple(_labels(draft, target, ids, cfg.vocab_size) for target in targets)

@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.config import ModelConfig
+from specjax.config.model import LogitForm
 from specjax.kernels import dispatch
 from specjax.kernels.names import GPUS
-from specjax.models.transformer import lm_logits
+from specjax.models.transformer import lm_logits, products_gradient
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.stored import Stored
@@ -71,14 +72,24 @@ class Head:
       matrix: the matrix [D V], or the embedding [V D].
       tokens: tokens of a micro-batch on each device.
       chunk: tokens whose logits a device holds at once, see `logprob_chunk_size`; None decides.
+      form: how logits follow from the products of the matrix.
     """
 
     matrix: Stored
     tokens: int
     chunk: int | None = None
+    form: LogitForm = LogitForm()
 
     @classmethod
-    def of(cls, mesh, axes: tuple, matrix: Array, rows: tuple[int, int], chunk: int | None) -> Head:
+    def of(
+        cls,
+        mesh,
+        axes: tuple,
+        matrix: Array,
+        rows: tuple[int, int],
+        chunk: int | None,
+        form: LogitForm | None = None,
+    ) -> Head:
         """The head of rows [R S] that a mesh splits.
 
         Args:
@@ -86,7 +97,9 @@ class Head:
         """
         split = () if mesh is None else sharding.row_axes(mesh)
         tokens = math.prod(rows) // math.prod(mesh.shape[axis] for axis in split)
-        return cls(Stored(mesh, axes, matrix.shape, matrix.dtype), tokens, chunk)
+        return cls(
+            Stored(mesh, axes, matrix.shape, matrix.dtype), tokens, chunk, form or LogitForm()
+        )
 
     @property
     def axis(self) -> int:
@@ -137,7 +150,7 @@ class Head:
 
     def logits(self, normed: Float[Array, "... D"], matrix: Array) -> Float[Array, "... V"]:
         """Computes float32 logits of normed states by the gathered matrix, or by some columns."""
-        return lm_logits(normed, matrix.T if self.axis == 0 else matrix)
+        return lm_logits(normed, matrix.T if self.axis == 0 else matrix, self.form)
 
     def all_logits(self, normed: Float[Array, "... D"], matrix: Array) -> Float[Array, "... V"]:
         """Computes the logits of all tokens at once, by the matrix as it is stored."""
@@ -186,7 +199,8 @@ def _scores_fwd(head: Head, entropy_gradient: bool, normed, matrix, labels, temp
 
         def one(width, sums, first):
             peak, total, weighted, picked = sums
-            scores, _, columns = _block(rows, table, temperature, first, width)
+            logits, _, columns = _block(head, rows, table, first, width)
+            scores = logits / temperature
             higher = jnp.maximum(peak, scores.max(axis=-1))
             shift = _finite(higher)
             p, before = jnp.exp(scores - shift[:, None]), jnp.exp(peak - shift)
@@ -231,12 +245,14 @@ def _scores_bwd(head: Head, entropy_gradient: bool, residuals, cotangents):
 
         def one(width, gradients, first):
             d_rows, table = gradients
-            scores, part, columns = _block(rows, table, temperature, first, width)
+            logits, part, columns = _block(head, rows, table, first, width)
+            scores = logits / temperature
             p = jnp.exp(scores - log_z)
             d = weight * ((columns == label) - p)
             if entropy_gradient:  # d entropy / d score = -p (log p + entropy)
                 surprise = jnp.where(p > 0, scores - log_z + entropy, 0.0)
                 d -= of_entropy / temperature * p * surprise
+            d = products_gradient(head.form, logits, d)
             d_part = _gradient(d, rows, ((0,), (0,))).astype(table.dtype)
             table = jax.lax.dynamic_update_slice_in_dim(table, d_part, first, 0)
             return d_rows + _gradient(d, part, ((1,), (0,))), table
@@ -282,15 +298,15 @@ def _own_columns(head: Head, ids: Int[Array, "R S"]) -> Int[Array, "T 1"]:
 
 
 def _block(
-    rows: Float[Array, "T D"], table: Float[Array, "V D"], temperature: Array, first, width: int
+    head: Head, rows: Float[Array, "T D"], table: Float[Array, "V D"], first, width: int
 ) -> tuple:
-    """Computes the tempered logits of a block of the vocabulary.
+    """Computes the logits of a block of the vocabulary.
 
     Returns:
-      (scores [T width], the block's part of the matrix, its columns).
+      (logits [T width], the block's part of the matrix, its columns).
     """
     part = jax.lax.dynamic_slice_in_dim(table, first, width)
-    return lm_logits(rows, part.T) / temperature, part, first + jnp.arange(width)
+    return lm_logits(rows, part.T, head.form), part, first + jnp.arange(width)
 
 
 def _finite(peak: Array) -> Array:
@@ -470,7 +486,7 @@ def _over_tokens_bwd(cut: Cut, function: Callable, residuals, d_found):
         normed, rows, carry, d_found = now
         logits = head.logits(normed, matrix)
         _, pull = jax.vjp(lambda logits: function(carry, logits, rows)[1], logits)
-        [d] = pull(d_found)
+        d = products_gradient(head.form, logits, *pull(d_found))
         d_normed = _gradient(d, matrix, ((2,), (head.axis,))).astype(normed.dtype)
         return d_matrix + matrix_gradient(head, normed, d), d_normed
 

@@ -224,7 +224,8 @@ class PolicyTrainer:
     def head(self, params: Params, batch: Batch) -> Head:
         """The language-model head of a micro-batch: how many logits exist at a time."""
         name, shape = head_name(self.cfg), batch["tokens"].shape
-        return Head.of(self.mesh, self.axes[name], params[name], shape, self.chunk)
+        axes, form = self.axes[name], self.cfg.logits
+        return Head.of(self.mesh, axes, params[name], shape, self.chunk, form)
 
     # --- programs ----------------------------------------------------------------------------
 

@@ -28,17 +28,13 @@ from specjax.kernels.reference import PANEL_WIDTH
 
 
 def tree_attention(
-    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
-) -> Float[Array, "B N T H"]:  # fmt: skip
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None
+) -> Float[Array, "B N T H"]:
     """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
-      Declined: the call has a window, sinks or a soft-cap, or asks for log-sum-exps.
       TypeError: an array is not float32.
     """
-    if window is not None or sinks is not None or with_lse or soft_cap is not None:
-        raise Declined("it supports no windows, sinks, log-sum-exps or soft-caps")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -166,12 +162,6 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
             f"it supports one epsilon for all norms, got {mixer.norm_eps} for queries and keys and "
             f"{cfg.rms_norm_eps}"
         )
-    if mixer.window is not None:
-        return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
-    if mixer.soft_cap is not None:
-        return Unsuited(f"it supports scores as they are only, got a soft-cap of {mixer.soft_cap}")
-    if mixer.o_bias:
-        return Unsuited("it supports output projections of attention without a bias only")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
     for name, width in widths.items():
         if width % PANEL_WIDTH:
@@ -179,6 +169,20 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
     return None
 
 
+# Fields of the config that `layers` computes with, or that are about what surrounds the layers.
+_FIELDS = frozenset(
+    f"{part}.{name}"
+    for part, names in {
+        "ModelConfig": "vocab_size hidden_size layers model_type rms_norm_eps tie_embeddings "
+        "max_position eos_token_ids bos_token_id pad_token_id mtp_num_layers mtp_concat "
+        "mtp_target_hidden mtp_recycle generation run norm_offset embedding_multiplier logits",
+        "Layer": "mixer mlp",
+        "Attention": "num_heads num_kv_heads head_dim rope qkv_bias qk_norm norm_eps",
+        "Rope": "theta scaling",
+        "Dense": "intermediate_size",
+    }.items()
+    for name in names.split()
+)
 BACKEND = Backend(
     operations={
         "tree_attention": tree_attention,
@@ -186,6 +190,7 @@ BACKEND = Backend(
         "product": product,
         "layers": layers,
     },
+    takes={"layers": _FIELDS},
     refuses=_refuses,
     line="specjax's kernel for CPUs; prompts too, training in XLA",
     prompts_alone=False,

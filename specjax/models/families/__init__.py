@@ -6,6 +6,9 @@ from specjax.checked_json import UnsupportedModelError
 from specjax.interfaces import Family
 from specjax.registry import FAMILIES
 
+# Why types that look like ones of the table are none.
+_REASONS = {"ministral3": ": it scales queries by their positions"}
+
 
 def family_of(model_type: object, where: object = "") -> Family:
     """Looks up the family of a `model_type` in the table; a checkpoint never imports one.
@@ -17,9 +20,10 @@ def family_of(model_type: object, where: object = "") -> Family:
       UnsupportedModelError: the table has no such family.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = _REASONS.get(model_type, "") if isinstance(model_type, str) else ""
         raise UnsupportedModelError(
-            f"{where}{': ' if where else ''}model_type {model_type!r:.60} is not supported; "
-            f"expected one of {', '.join(FAMILIES.names)}"
+            f"{where}{': ' if where else ''}model_type {model_type!r:.60} is not supported"
+            f"{reason}; expected one of {', '.join(FAMILIES.names)}"
         )
     return FAMILIES.named(model_type)
 

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from specjax.checked_json import Keys, UnsupportedModelError, shown
 from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place
-from specjax.models.rope import LinearScaling, Rope, RopeScaling, YarnScaling
+from specjax.models.rope import LinearScaling, LongScaling, Rope, RopeScaling, YarnScaling
 from specjax.models.rows import layer_rows, top_rows
 
 _THETA = 10_000.0  # of RoPE, the default
 # How each rescaling of frequencies is named in files, and fields that are named otherwise there.
-_ROPE_TYPES = {None: "default", LinearScaling: "linear", RopeScaling: "llama3", YarnScaling: "yarn"}
+_ROPE_TYPES = {
+    None: "default", LinearScaling: "linear", RopeScaling: "llama3", YarnScaling: "yarn",
+    LongScaling: "longrope",
+}  # fmt: skip
 _ROPE_KEYS = {
     "original_max_position": "original_max_position_embeddings",
     "magnitude": "attention_factor",
+    "short": "short_factor",
+    "long": "long_factor",
 }
 MOST_LAYERS = 10_000  # a larger number in a file would exhaust the memory
 LAYER_PREFIX = "model.layers.{}."
+MTP_KEY = "num_nextn_predict_layers"  # the number of MTP modules
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -48,8 +55,6 @@ def not_dense(keys: Keys) -> list[str]:
     classes = keys.texts("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         problems.append(f"architectures {', '.join(classes)} (expected a language model)")
-    if keys.text("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {keys.raw['hidden_act']!r} (expected 'silu')")
     if keys.flag("mlp_bias", None):
         problems.append("mlp_bias true")
     for name in ("quantization_config", "compression_config"):
@@ -60,24 +65,52 @@ def not_dense(keys: Keys) -> list[str]:
     return problems
 
 
-def read_heads(keys: Keys, head_dim: int | None, kv_heads: int | None = None) -> tuple[int, ...]:
-    """Reads the numbers of query heads and of key and value heads, and the size of a head.
+# Keys that change what is computed, by parts of their names, and keys that have such a part and
+# change nothing at inference.
+_COMPUTING = re.compile(
+    "cap|scal|multipl|rope|rotary|window|chunk|sink|norm|bias|expert|moe|router|lora|latent|conv|ssm"
+    "|mamba|linear|alibi|clip|qk_|kv_|attn|attention|residual|parallel|layer_types|temperature_tun"
+    "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp"
+)
+_INERT = re.compile(
+    "dropout|pdrop|initializer|implementation|cache|output_|aux|^_|^problem|version"
+)
+
+
+def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
+    """Refuses a config with keys that change what is computed and were not read.
 
     Args:
-      keys: the keys of config.json.
-      head_dim: size of a head where the file does not say it; None: the width is divided among the
-        heads.
-      kv_heads: number of key and value heads where the file does not say it; None: as many as query
-        heads.
+      keys: the keys of config.json, after everything was read.
+      inert: further keys that change nothing.
+
+    Raises:
+      UnsupportedModelError: there are such keys; the message names them.
     """
+
+    def is_neutral(name: str, value: Any) -> bool:
+        return value in (None, False, 0, "", [], {}) or (
+            value == 1 and re.search("scal|multipl|factor|parallel", name) is not None
+        )
+
+    unread = [
+        f"{name} {shown(value)}"
+        for name, value in keys.raw.items()
+        if name not in keys.asked and name not in inert and not is_neutral(name, value)
+        if _COMPUTING.search(name) and not _INERT.search(name)
+    ]
+    refuse(keys, unread)
+
+
+def read_heads(keys: Keys) -> tuple[int, ...]:
+    """Reads the numbers of query heads and of key and value heads, and the size of a head."""
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
-    said = "num_key_value_heads" in keys.raw
-    kv_heads = keys.integer("num_key_value_heads", None) or (None if said else kv_heads) or heads
+    kv_heads = keys.integer("num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise keys.error(
             "num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}"
         )
-    head_dim = keys.integer("head_dim", head_dim)
+    head_dim = keys.integer("head_dim", None)
     if head_dim is None:
         if hidden % heads:
             raise keys.error(
@@ -89,13 +122,16 @@ def read_heads(keys: Keys, head_dim: int | None, kv_heads: int | None = None) ->
     return heads, kv_heads, head_dim
 
 
-def read_rope(keys: Keys, max_position: int) -> Rope:
+def read_rope(keys: Keys, max_position: int, partial: bool = False) -> Rope:
     """Reads the rotary embedding of all layers.
+
+    Args:
+      partial: whether the family may rotate a part of each head.
 
     Raises:
       UnsupportedModelError: its type is not implemented, or the file gives two that differ.
     """
-    new, old = (keys.within(name).raw for name in ("rope_parameters", "rope_scaling"))
+    new, old = _rope_objects(keys)
     # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
     if new and old and _plain_rope(keys, new) != _plain_rope(keys, old):
         raise UnsupportedModelError(
@@ -104,36 +140,96 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
             "not trained with"
         )
     inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
-    rope = Keys(keys.file, raw, inside)
-    kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
-    if kind not in _ROPE_TYPES.values() or any(isinstance(v, dict) for v in raw.values()):
+    return _rope_of(keys, Keys(keys.file, raw, inside), max_position, partial)
+
+
+def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict[str, Rope]:
+    """Reads a rotary embedding for each type of layer.
+
+    Args:
+      thetas: for each type of layer the key that holds the base where `rope_parameters` do not say
+        it; the last type is the one that `rope_scaling` of old files is about.
+
+    Raises:
+      UnsupportedModelError: a type is not implemented, or `rope_parameters` are not by layer type.
+    """
+    new, old = _rope_objects(keys)
+    if (new and old) or not {*new} <= {*thetas}:
         raise UnsupportedModelError(
-            f"{keys.file}: {inside} {shown(raw)} is not supported; expected one set of parameters "
-            f"of one of the types {', '.join(_ROPE_TYPES.values())}"
+            f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)}: expected "
+            f"rope_parameters for the layer types {', '.join(thetas)}, or rope_scaling"
         )
-    for place in (rope, keys):
-        if place.number("partial_rotary_factor", None) not in (None, 1.0):
-            raise UnsupportedModelError(
-                f"{keys.file}: partial_rotary_factor {place.raw['partial_rotary_factor']} is not "
-                "supported; expected 1"
-            )
+    found = {}
+    for kind, name in thetas.items():
+        theta = keys.number(name, _THETA)
+        raw = new.get(kind) or {}
+        if not new and kind == [*thetas][-1]:
+            raw = old
+        raw = {"rope_theta": theta, **raw}
+        place = Keys(keys.file, raw, f"rope_parameters.{kind}")
+        found[kind] = _rope_of(keys, place, max_position, partial=False)
+    return found
+
+
+def _rope_objects(keys: Keys) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Returns `rope_parameters` and `rope_scaling`; what is beside them is read if they lack it."""
+    keys.asked |= {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+    return keys.within("rope_parameters").raw, keys.within("rope_scaling").raw
+
+
+def _rope_of(keys: Keys, rope: Keys, max_position: int, partial: bool) -> Rope:
+    """Reads one rotary embedding from its own object `rope` in a config."""
+    kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
+    kind = "longrope" if kind == "su" else kind
+    if kind not in _ROPE_TYPES.values() or any(isinstance(v, dict) for v in rope.raw.values()):
+        changes = (
+            " (it changes with the current length, and equal seeds would not give equal tokens)"
+        )
+        raise UnsupportedModelError(
+            f"{keys.file}: {rope.label} {shown(rope.raw)} is not supported"
+            f"{changes if kind == 'dynamic' else ''}; expected one set of parameters of one of the "
+            f"types {', '.join(_ROPE_TYPES.values())}"
+        )
+    shares = (place.number("partial_rotary_factor", None) for place in (rope, keys))
+    share = next((share for share in shares if share is not None), 1.0)
+    if share > 1 or (share != 1 and not partial):
+        raise UnsupportedModelError(
+            f"{keys.file}: partial_rotary_factor {share} is not supported; expected 1"
+        )
     theta = rope.number("rope_theta", None)
     theta = keys.number("rope_theta", None) if theta is None else theta
     theta = _THETA if theta is None else theta
+    return Rope(theta, _scaling_of(keys, rope, kind, theta, max_position), share)
+
+
+def _scaling_of(keys: Keys, rope: Keys, kind: str, theta: float, max_position: int) -> Any:
+    """Reads how frequencies are rescaled; None: not at all."""
     if kind == "linear":
-        return Rope(theta, LinearScaling(rope.number("factor")))
+        return LinearScaling(rope.number("factor"))
     name = "original_max_position_embeddings"
-    original = rope.integer(name, None) or keys.integer(name, None) or max_position
+    original = keys.integer(name, None)
+    if kind != "longrope" or original is None:
+        original = rope.integer(name, None) or original or max_position
     if kind == "llama3":
         factors = [rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
         if factors[2] <= factors[1]:
             raise rope.error("high_freq_factor", f"more than low_freq_factor, {factors[1]:g}")
-        return Rope(theta, RopeScaling(*factors, original))
+        return RopeScaling(*factors, original)
     if kind == "yarn":
         if theta <= 1:
             raise rope.error("rope_theta", "more than 1 for YaRN")
-        return Rope(theta, _read_yarn(rope, original, max_position))
-    return Rope(theta)
+        return _read_yarn(rope, original, max_position)
+    if kind == "longrope":
+        factor = rope.number("factor", None) or max_position / original
+        magnitude = rope.number("attention_factor", None)
+        if magnitude is None:
+            growth = math.log(max(factor, 1.0)) / math.log(original)
+            magnitude = math.sqrt(1 + growth)
+        short, long = (tuple(map(float, rope.numbers(f"{x}_factor"))) for x in ("short", "long"))
+        if not 0 < len(short) == len(long):
+            raise rope.error("short_factor", "as many factors as long_factor has, one or more")
+        return LongScaling(short, long, original, magnitude, max_position)
+    return None
 
 
 def _read_yarn(rope: Keys, original: int, max_position: int) -> YarnScaling:
@@ -173,8 +269,14 @@ def rope_json(rope: Rope) -> dict[str, Any]:
     if rope.scaling is not None:
         fields = dataclasses.asdict(rope.scaling)
         scaling = {"rope_type": _ROPE_TYPES[type(rope.scaling)]}
-        scaling |= {_ROPE_KEYS.get(name, name): value for name, value in fields.items()}
+        scaling |= {
+            _ROPE_KEYS.get(name, name): list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if name != "longest"
+        }
     parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
+    if rope.share != 1:
+        parameters["partial_rotary_factor"] = rope.share
     return {
         "rope_parameters": parameters,
         "rope_theta": rope.theta,
@@ -183,7 +285,11 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 
 
 def layer_windows(
-    keys: Keys, layers: int, window: int | None, first: int = 0
+    keys: Keys,
+    layers: int,
+    window: int | None,
+    first: int = 0,
+    kinds: Sequence[str] = (),
 ) -> tuple[int | None, ...]:
     """Returns the window of each layer, by `layer_types` where a file has them; None: no window.
 
@@ -193,11 +299,12 @@ def layer_windows(
       window: window of the layers that have one; None: no layer has one.
       first: number of the first layer that has a window, where the file has no `layer_types`; all
         later layers have it, too.
+      kinds: the type of each layer where the file has no `layer_types`, instead of `first`.
 
     Raises:
       UnsupportedModelError: a layer is of another kind.
     """
-    kinds = keys.texts("layer_types")
+    kinds = keys.texts("layer_types") or kinds
     if not kinds:
         return (None,) * min(first, layers) + (window,) * max(layers - first, 0)
     if len(kinds) != layers:

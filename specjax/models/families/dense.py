@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from specjax.checked_json import Keys, UnsupportedModelError
-from specjax.config.model import Layer, ModelConfig
+from specjax.config.model import Layer, LogitForm, ModelConfig
 from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
-from specjax.models.mlps.dense import Dense
+from specjax.models.mlps.dense import ACTIVATIONS, Dense
 from specjax.models.rope import Rope, Scaling
+
+
+def as_is(value: float) -> float:
+    return value
+
+
+class Option(NamedTuple):
+    """A number in config.json that is a field of the config.
+
+    Attributes:
+      key: key of config.json; null stands for None.
+      part: the part of the config: `mixer`, `layer`, `model` or `logits`.
+      field: field of that part.
+      default: value of the key where a file lacks it.
+      read, write: field of a key's value, and the other way round.
+    """
+
+    key: str
+    part: str
+    field: str
+    default: float | None
+    read: Callable[[float], float] = as_is
+    write: Callable[[float], float] = as_is
+
+    def of(self, keys: Keys) -> float | None:
+        """Returns the value of the field."""
+        value = keys.number(self.key, None)
+        if value is None and self.key not in keys.raw:
+            value = self.default
+        return None if value is None else self.read(value)
+
+
+# The scale of scores by the size of a head that they are divided by the root of.
+SCALE_BY_SIZE = Option(
+    "query_pre_attn_scalar", "mixer", "scale", 256, lambda x: x**-0.5, lambda s: round(s**-2)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +57,18 @@ class DenseFamily:
     """A `specjax.interfaces.Family` of Llama's structure.
 
     Attributes:
-      model_type: see `Family`, as for `architecture`, `head_style` and `layer_prefix`.
+      model_type: see `Family`, as for the attributes up to `inert`.
       qkv_bias: whether q, k and v have biases; None: the key `attention_bias` says it.
-      qk_norm: whether queries and keys are normed per head.
-      head_dim: size of a head where a file does not say it, see `read_heads`.
-      kv_heads: number of key and value heads where a file does not say it, see `read_heads`.
+      qk_norm: whether queries and keys are normed.
+      norms: where the norms of a layer are, see `Layer`.
+      norm_offset: whether norms multiply by 1 + w.
+      wide_norm: see `Attention`.
+      activation: activation where a file does not say it.
+      activation_key: key of the activation.
+      scaled_embedding: whether embeddings are multiplied by the root of the width.
+      partial_rotary: whether a part of each head may be rotated.
+      options: numbers that are fields of the config.
+      defaults: keys and their values where a file lacks them.
     """
 
     model_type: str
@@ -32,47 +76,91 @@ class DenseFamily:
     head_style: str | None = None
     qkv_bias: bool | None = None
     qk_norm: bool = False
-    head_dim: int | None = None
-    kv_heads: int | None = None
     layer_prefix: str = common.LAYER_PREFIX
+    mtp_key: str = common.MTP_KEY
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
+    norms: str = "before"
+    norm_offset: bool = False
+    wide_norm: bool = False
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    scaled_embedding: bool = False
+    partial_rotary: bool = False
+    options: tuple[Option, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     # --- config in and out -----------------------------------------------------------------------
 
     def read(self, keys: Keys) -> ModelConfig:
         """See `Family.read`."""
-        heads, kv_heads, head_dim = common.read_heads(keys, self.head_dim, self.kv_heads)
-        layers = keys.integer("num_hidden_layers", most=common.MOST_LAYERS)
+        keys = keys.with_defaults(self.defaults)
+        heads, kv_heads, head_dim = common.read_heads(keys)
+        count = keys.integer("num_hidden_layers", most=common.MOST_LAYERS)
         common.refuse(keys, common.not_dense(keys))
+        activation = keys.text(self.activation_key, self.activation)
+        if activation not in ACTIVATIONS:
+            expected = f"expected one of {', '.join(ACTIVATIONS)}"
+            common.refuse(keys, [f"{self.activation_key} {activation!r} ({expected})"])
         max_position = keys.integer("max_position_embeddings")
         eps = keys.number("rms_norm_eps", 1e-6, least=0.0)
+        width = keys.integer("hidden_size")
+        fields = {part: {} for part in ("mixer", "layer", "model", "logits")}
+        for option in self.options:
+            fields[option.part][option.field] = option.of(keys)
+        biased = keys.flag("attention_bias", self.qkv_bias)
+        if self.qkv_bias is False and biased:
+            common.refuse(keys, ["attention_bias true"])
         mixer = Attention(
-            heads, kv_heads, head_dim, common.read_rope(keys, max_position),
-            qkv_bias=keys.flag("attention_bias") if self.qkv_bias is None else self.qkv_bias,
-            qk_norm=self.qk_norm, norm_eps=eps,
+            heads, kv_heads, head_dim, qkv_bias=self.qkv_bias or biased, qk_norm=self.qk_norm,
+            norm_eps=eps, norm_offset=self.norm_offset and self.qk_norm, wide_norm=self.wide_norm,
+            **fields["mixer"],
         )  # fmt: skip
-        mlp = Dense(keys.integer("intermediate_size"))
+        mlp = Dense(keys.integer("intermediate_size"), activation)
+        layer = Layer(mixer, mlp, self.norms, self.norm_offset, **fields["layer"])
+        windows = self.windows(keys, count)
+        ropes = self.ropes(keys, max_position, windows)
+        if self.scaled_embedding:
+            fields["model"]["embedding_multiplier"] = width**0.5
         return ModelConfig(
             vocab_size=keys.integer("vocab_size"),
-            hidden_size=keys.integer("hidden_size"),
+            hidden_size=width,
             layers=tuple(
-                Layer(dataclasses.replace(mixer, window=window), mlp)
-                for window in self.windows(keys, layers)
+                dataclasses.replace(
+                    layer, mixer=dataclasses.replace(mixer, window=window, rope=rope)
+                )
+                for window, rope in zip(windows, ropes, strict=True)
             ),
             model_type=self.model_type,
             rms_norm_eps=eps,
+            norm_offset=self.norm_offset,
             tie_embeddings=keys.flag("tie_word_embeddings"),
             max_position=max_position,
+            logits=LogitForm(**fields["logits"]),
+            **fields["model"],
         )
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         """Returns the window of each layer; None: the layer sees all positions before its own."""
         return common.layer_windows(keys, layers, None)
 
+    def ropes(self, keys: Keys, max_position: int, windows: Sequence[int | None]) -> Sequence[Rope]:
+        """Returns the rotary embedding of each layer."""
+        return [common.read_rope(keys, max_position, self.partial_rotary)] * len(windows)
+
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
         """See `Family.write`."""
-        windows = self._expressed(cfg)
-        mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
-        return {
+        cfg = cfg.for_length(cfg.max_position)
+        layer, windows = cfg.layers[0], tuple(x.mixer.window for x in cfg.layers)
+        mixer, mlp = layer.mixer, layer.mlp
+        # A class derived from one of them may compute something else than the family means.
+        kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
+        if others := sorted(kind.__name__ for kind in kinds - {Attention, Dense}):
+            self.refuse("has Attention and Dense in every layer", ", ".join(others))
+        parts = {"mixer": mixer, "layer": layer, "model": cfg, "logits": cfg.logits}
+        values = {o.key: (o.write, getattr(parts[o.part], o.field)) for o in self.options}
+        raw = {
             "vocab_size": cfg.vocab_size,
             "hidden_size": cfg.hidden_size,
             "intermediate_size": mlp.intermediate_size,
@@ -80,16 +168,22 @@ class DenseFamily:
             "num_attention_heads": mixer.num_heads,
             "num_key_value_heads": mixer.num_kv_heads,
             "head_dim": mixer.head_dim,
-            "hidden_act": "silu",
+            self.activation_key: mlp.activation,
             "attention_bias": mixer.qkv_bias,
             "attention_dropout": 0.0,
             "max_position_embeddings": cfg.max_position,
             "rms_norm_eps": cfg.rms_norm_eps,
             "tie_word_embeddings": cfg.tie_embeddings,
             "use_cache": True,
+            **{key: None if x is None else write(x) for key, (write, x) in values.items()},
             **self.windows_json(windows),
-            **common.rope_json(mixer.rope),
+            **self.ropes_json(cfg),
         }
+        again = DenseFamily.read(self, Keys(Path("config.json"), raw))
+        facts = {name: getattr(cfg, name) for name in _NOT_OF_FAMILIES}
+        if different := _difference(cfg, again.replace(**facts)):
+            self.refuse("is read as another model", different)
+        return raw
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
         """Returns the keys that `windows` reads.
@@ -98,42 +192,19 @@ class DenseFamily:
           UnsupportedModelError: the family has no such windows.
         """
         if set(windows) != {None}:
-            self.refuse("sees all positions in every layer", f"windows {_listed(windows)}")
+            listed = ", ".join(str(window) for window in dict.fromkeys(windows))
+            self.refuse("sees all positions in every layer", f"windows {listed}")
         return {}
+
+    def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
+        """Returns the keys that `ropes` reads."""
+        return common.rope_json(cfg.layers[0].mixer.rope)
 
     def refuse(self, has: str, got: str) -> None:
         """Raises `UnsupportedModelError`, for a config that the family cannot express."""
         raise UnsupportedModelError(
             f"model_type {self.model_type!r} {has}, got {got}; set a model_type that fits"
         )
-
-    def _expressed(self, cfg: ModelConfig) -> tuple[int | None, ...]:
-        """Returns the window of each layer, and checks that layers differ in nothing else."""
-        # A class derived from one of them may compute something else than the family means.
-        kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
-        if others := sorted(kind.__name__ for kind in kinds - {Attention, Dense}):
-            self.refuse("has Attention and Dense in every layer", ", ".join(others))
-        windows = tuple(layer.mixer.window for layer in cfg.layers)
-        alike = {
-            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=None))
-            for layer in cfg.layers
-        }
-        if len(alike) != 1:
-            self.refuse("has layers that differ in nothing but windows", f"{len(alike)} kinds")
-        mixer = cfg.layers[0].mixer
-        if self.qk_norm != mixer.qk_norm or self.qkv_bias not in (None, mixer.qkv_bias):
-            free = "free" if self.qkv_bias is None else self.qkv_bias
-            self.refuse(
-                f"has qk_norm {self.qk_norm} and qkv_bias {free}",
-                f"qk_norm {mixer.qk_norm} and qkv_bias {mixer.qkv_bias}",
-            )
-        if mixer.norm_eps != cfg.rms_norm_eps:
-            self.refuse("has one epsilon of norms", f"{mixer.norm_eps} and {cfg.rms_norm_eps}")
-        if mixer.soft_cap is not None:
-            self.refuse("has scores without a bound", f"a soft_cap of {mixer.soft_cap}")
-        if mixer.o_bias:
-            self.refuse("has no bias in the output projection of attention", "o_bias True")
-        return windows
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -152,8 +223,70 @@ class DenseFamily:
         return {}
 
 
-def _listed(windows: tuple[int | None, ...]) -> str:
-    return ", ".join(str(window) for window in dict.fromkeys(windows))
+# Fields of `ModelConfig` that are read for all families alike.
+_NOT_OF_FAMILIES = (
+    "model_type", "eos_token_ids", "bos_token_id", "pad_token_id", "mtp_num_layers", "mtp_concat",
+    "mtp_target_hidden", "mtp_recycle", "generation", "run",
+)  # fmt: skip
+
+
+def _difference(one: Any, other: Any, name: str = "config") -> str:
+    """Describes the first field of two configs that differs; empty if they are equal."""
+    if one == other:
+        return ""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(one, other, strict=True))]
+    elif dataclasses.is_dataclass(one) and type(one) is type(other):
+        names = [field.name for field in dataclasses.fields(one)]
+        pairs = [(n, getattr(one, n), getattr(other, n)) for n in names]
+    else:
+        return f"{name} {one!r}, read as {other!r}"
+    return next(filter(None, (_difference(x, y, label) for label, x, y in pairs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingFamily(DenseFamily):
+    """A family whose layers have one window, but for those that see all positions.
+
+    Attributes:
+      period: every so many layers one sees all positions, where a file has no `layer_types`; 0:
+        none does.
+      period_key: key of the period; None: it has none.
+      thetas: see `common.read_ropes`; empty: all layers have one rotary embedding.
+    """
+
+    period: int = 0
+    period_key: str | None = None
+    thetas: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
+        window = keys.integer("sliding_window", None)
+        period = keys.integer(self.period_key, self.period) if self.period_key else self.period
+        full = [window is None or (period and (i + 1) % period == 0) for i in range(layers)]
+        kinds = ["full_attention" if x else "sliding_attention" for x in full]
+        return common.layer_windows(keys, layers, window, kinds=kinds)
+
+    def ropes(self, keys: Keys, max_position: int, windows: Sequence[int | None]) -> Sequence[Rope]:
+        if not self.thetas:
+            return super().ropes(keys, max_position, windows)
+        ropes = common.read_ropes(keys, max_position, self.thetas)
+        return [ropes["full_attention" if w is None else "sliding_attention"] for w in windows]
+
+    def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
+        used = sorted({*windows} - {None})
+        if len(used) > 1:
+            self.refuse("has at most one window", f"{windows}")
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        return {"sliding_window": used[0] if used else None, "layer_types": kinds}
+
+    def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
+        if not self.thetas:
+            return super().ropes_json(cfg)
+        kinds = {"full_attention": None, "sliding_attention": None}
+        for layer in cfg.layers:
+            kind = "full_attention" if layer.mixer.window is None else "sliding_attention"
+            kinds[kind] = common.rope_json(layer.mixer.rope)["rope_parameters"]
+        return {"rope_parameters": {kind: kinds[kind] for kind in self.thetas if kinds[kind]}}
 
 
 # --- by flat numbers ------------------------------------------------------------------------------

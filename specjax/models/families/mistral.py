@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from specjax.checked_json import Keys
@@ -10,18 +9,15 @@ from specjax.models.families import common
 from specjax.models.families.dense import DenseFamily
 
 
-@dataclasses.dataclass(frozen=True)
 class MistralFamily(DenseFamily):
-    """Mistral's window, read as transformers reads it.
+    """The same window in all layers, as transformers reads it.
 
-    Without the key the window is 4096 tokens; null means that there is none, as in later
+    Without the key Mistral's window is 4096 tokens; null means that there is none, as in later
     checkpoints. A config with layers of different kinds is refused.
     """
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
-        window = 4096
-        if "sliding_window" in keys.raw:
-            window = keys.integer("sliding_window", None)
+        window = keys.integer("sliding_window", None)
         kind = "full_attention" if window is None else "sliding_attention"
         if other := sorted(set(keys.texts("layer_types")) - {kind}):
             common.refuse(keys, [f"layer_types {', '.join(other)} (sliding_window {window})"])
@@ -33,4 +29,7 @@ class MistralFamily(DenseFamily):
         return {"sliding_window": windows[0]}
 
 
-FAMILY = MistralFamily("mistral", "MistralForCausalLM", qkv_bias=False, kv_heads=8)
+FAMILY = MistralFamily(
+    "mistral", "MistralForCausalLM", qkv_bias=False,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+)  # fmt: skip

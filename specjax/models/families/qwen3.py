@@ -2,4 +2,4 @@
 
 from specjax.models.families.qwen2 import QwenFamily
 
-FAMILY = QwenFamily("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_dim=128)
+FAMILY = QwenFamily("qwen3", "Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128})

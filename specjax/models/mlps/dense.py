@@ -1,8 +1,9 @@
-"""The gated feed-forward network of Llama and of most models since (SwiGLU, arXiv 2002.05202)."""
+"""The gated feed-forward network of Llama and of most models since (GLU, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -12,20 +13,28 @@ from jaxtyping import Array, Float
 from specjax.interfaces import Fused, Param, Params, Stored, Where
 from specjax.weights.matrix import dot
 
+# By their names in config.json.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """`down(silu(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
+    """`down(act(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
 
     Where decoding fuses projections, gate and up are side by side in `gate_up`.
 
     Attributes:
       intermediate_size: width F of the hidden layer.
+      activation: the function `act`, a name in `ACTIVATIONS`.
     """
 
     kind: ClassVar[str] = "dense"
 
     intermediate_size: int
+    activation: str = "silu"
 
     def params(self, width: int) -> dict[str, Param]:
         """Returns the rows of its arrays, in the order of random initialisation."""
@@ -59,4 +68,4 @@ class Dense:
             gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)
         else:
             gate, up = product(x, "gate"), product(x, "up")
-        return product(jax.nn.silu(gate) * up, "down"), None
+        return product(ACTIVATIONS[self.activation](gate) * up, "down"), None
