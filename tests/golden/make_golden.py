@@ -57,6 +57,30 @@ FAMILIES = {
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 5}),
     "qwen3_sliding": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, **SLIDING}),
 }
+GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "attention_factor": 1.2,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+FAMILIES |= {
+    "gemma2": ("Gemma2Config", {**GEMMA, "final_logit_softcapping": 8.0,
+        "attn_logit_softcapping": 4.0, "hidden_size": 36}),
+    "gemma3_text": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 3, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0,
+            "original_max_position_embeddings": 16}}}),
+    "smollm3": ("SmolLM3Config", {"pad_token_id": 0, "no_rope_layer_interval": 2,
+        "use_sliding_window": True, "sliding_window": 5}),
+    "granite": ("GraniteConfig", {"embedding_multiplier": 3.0, "attention_multiplier": 0.5,
+        "residual_multiplier": 0.4, "logits_scaling": 2.0}),
+    "phi3": ("Phi3Config", {"rope_parameters": LONGROPE, "sliding_window": 5, "pad_token_id": 0}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 5, "layer_types": [
+        "sliding_attention", "full_attention"]}),
+}  # fmt: skip
 LENGTHS = (12, 9)
 
 
@@ -67,7 +91,9 @@ def randomise(model, seed):
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and "norm" in name
-            parameter.copy_(1 + 0.1 * draw if is_norm else 0.3 * draw)
+            # Gemma's norms multiply by 1 + w.
+            one = 0 if "Gemma" in type(model).__name__ else 1
+            parameter.copy_(one + 0.1 * draw if is_norm else 0.3 * draw)
 
 
 @torch.no_grad()
@@ -77,11 +103,13 @@ def logits_of(model, ids):
 
 def body(folder, config_name, extra, seed):
     """Saves a random checkpoint; returns the float32 model that it holds, and golden arrays."""
-    config = getattr(transformers, config_name)(**SIZES, **extra)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    config = getattr(transformers, config_name)(**{**SIZES, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(model, seed)
     model.to(torch.bfloat16).save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     rng = np.random.default_rng(seed)
     tree = build_tree(Strategy.parse("default"))
     tokens = rng.integers(0, SIZES["vocab_size"], (2, LENGTHS[0]))

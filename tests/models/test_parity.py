@@ -28,7 +28,9 @@ from specjax.models.transformer import graphdef, unroll_layers
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_CASES = (
     ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
-    ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"),
+    ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"), ("gemma2", "scanned"),
+    ("gemma3_text", "unrolled"), ("olmo2", "unrolled"), ("olmo3", "scanned"),
+    ("smollm3", "unrolled"), ("granite", "scanned"), ("phi3", "unrolled"), ("ministral", "looped"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)  # each family, and each layout, is above
         for case in (

@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4 (arXiv 2404.14219): Llama's structure, with fused projections and LongRoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.config.model import Layer, ModelConfig
+from specjax.interfaces import Place, Stored, TensorSlice
+from specjax.models.families.mistral import MistralFamily
+from specjax.models.rope import LongScaling
+
+
+class Phi3Family(MistralFamily):
+    """Mistral's windows, and files in which projections that share an input are one tensor."""
+
+    def stored(self, cfg: ModelConfig, layer: Layer | None) -> Mapping[str, Place]:
+        places = dict(super().stored(cfg, layer))
+        if layer is None:
+            return places
+        mixer, inner = layer.mixer, layer.mlp.intermediate_size
+        q, kv = (n * mixer.head_dim for n in (mixer.num_heads, mixer.num_kv_heads))
+        for tensor, sizes in (
+            ("self_attn.qkv_proj.weight", {"q": q, "k": kv, "v": kv}),
+            ("mlp.gate_up_proj.weight", {"gate": inner, "up": inner}),
+        ):
+            start, whole = 0, sum(sizes.values())
+            for name, size in sizes.items():
+                part = TensorSlice(axis=0, start=start, stop=start + size, size=whole)
+                places[name] = Stored(tensor, transpose=True, part=part)
+                start += size
+        return places
+
+    def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
+        scaling = cfg.layers[0].mixer.rope.scaling
+        raw = super().ropes_json(cfg)
+        if isinstance(scaling, LongScaling):
+            raw["original_max_position_embeddings"] = scaling.original_max_position
+        return raw
+
+
+FAMILY = Phi3Family(
+    "phi3", "Phi3ForCausalLM", qkv_bias=False, partial_rotary=True,
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+)  # fmt: skip
