@@ -4,10 +4,10 @@
 
 One directory per family, of all or of those that are named: tiny random weights as transformers
 saves them (bfloat16, to be small) and golden.npz with what transformers computes from them in
-float32: logits of two prompts, and logits at every node of the default draft tree, each from
-running its root-to-node path in full. `mimo` has in addition an MTP head and the outputs of the
-torch implementation in tests/models/mtp_oracle.py, the same head under DeepSeek's names, and a
-Qwen2 body, for transformers has no MiMo.
+float32: logits of two prompts, logits at every node of the default draft tree, each from running
+its root-to-node path in full, and the greedy tokens after the first prompt. `mimo` has in addition
+an MTP head and the outputs of the torch implementation in tests/models/mtp_oracle.py, the same head
+under DeepSeek's names, and a Qwen2 body, for transformers has no MiMo.
 """
 
 import json
@@ -58,9 +58,10 @@ FAMILIES = {
     "qwen3_sliding": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, **SLIDING}),
 }
 GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+ENDS = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
-    "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "attention_factor": 1.2,
+    "short_factor": [1.0, 1.5], "long_factor": [3.0, 4.0], "attention_factor": 1.2,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
 FAMILIES |= {
@@ -68,20 +69,23 @@ FAMILIES |= {
         "attn_logit_softcapping": 4.0, "hidden_size": 36}),
     "gemma3_text": ("Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 3, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention"]}),
-    "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", {"sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": {
+    "olmo2": ("Olmo2Config", ENDS),
+    "olmo3": ("Olmo3Config", {**ENDS, "sliding_window": 5, "num_hidden_layers": 4,
+        "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         "full_attention": {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0,
             "original_max_position_embeddings": 16}}}),
-    "smollm3": ("SmolLM3Config", {"pad_token_id": 0, "no_rope_layer_interval": 2,
+    "smollm3": ("SmolLM3Config", {**ENDS, "no_rope_layer_interval": 2,
         "use_sliding_window": True, "sliding_window": 5}),
     "granite": ("GraniteConfig", {"embedding_multiplier": 3.0, "attention_multiplier": 0.5,
         "residual_multiplier": 0.4, "logits_scaling": 2.0}),
-    "phi3": ("Phi3Config", {"rope_parameters": LONGROPE, "sliding_window": 5, "pad_token_id": 0}),
-    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 5, "layer_types": [
+    "phi3": ("Phi3Config", {"rope_parameters": LONGROPE, "sliding_window": 5, **ENDS,
+        "hidden_size": 32}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 2,
+        "layer_types": [
         "sliding_attention", "full_attention"]}),
 }  # fmt: skip
-LENGTHS = (12, 9)
+LENGTHS, GREEDY = (12, 9), 24
 
 
 def randomise(model, seed):
@@ -122,7 +126,11 @@ def body(folder, config_name, extra, seed):
                 path.insert(0, int(tree.shape.parent[path[0]]))
             ids = np.concatenate([tokens[b, :length], tree_tokens[b, path]])
             tree_logits[b, row] = logits_of(model, ids[None])[0, -1]
+    ids = tokens[0].tolist()
+    for _ in range(GREEDY):
+        ids.append(int(logits_of(model, [ids])[0, -1].argmax()))
     golden = {
+        "greedy": np.array(ids[-GREEDY:], np.int32),
         "tokens": tokens.astype(np.int32),
         "lengths": np.array(LENGTHS, np.int32),
         "logits": logits_of(model, tokens),

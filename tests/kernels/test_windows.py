@@ -113,8 +113,12 @@ def test_rows_of_trees_see_what_they_should(kernel, window, before, sinks, cap):
     np.testing.assert_allclose(found, wanted_of_trees(window, before, sinks, cap), atol=1e-5)
 
 
-@pytest.mark.parametrize("window, cap", [*((window, None) for window in WINDOWS), (1000, CAP)])
-def test_rows_that_attend_by_position_see_the_same(window, cap):
+@pytest.mark.parametrize("window, sinks, cap", [
+    *((window, False, None) for window in WINDOWS),
+    (3, True, None),
+    (1000, False, CAP),
+])  # fmt: skip
+def test_rows_that_attend_by_position_see_the_same(window, sinks, cap):
     parents, (q, k, v, k_pages, v_pages, prefix), table = tree_case()
     depth = np.zeros((BATCH, ROWS), np.int32)
     path_rows = np.zeros((BATCH, ROWS, ROWS), np.int32)
@@ -128,8 +132,11 @@ def test_rows_that_attend_by_position_see_the_same(window, cap):
     # Room for a path behind every prefix: one more page each, of the pool's first.
     longer = np.concatenate([table, np.zeros((BATCH, 1), np.int32)], axis=1)
     arrays = q, k, v, k_pages, v_pages, prefix, path_rows, depth, longer
-    attend = functools.partial(dispatch.tree_attention_by_position, window=window, soft_cap=cap)
-    wanted = wanted_of_trees(window, cap=cap)
+    attend = functools.partial(
+        dispatch.tree_attention_by_position, window=window, soft_cap=cap,
+        sinks=SINKS if sinks else None,
+    )  # fmt: skip
+    wanted = wanted_of_trees(window, 0, sinks, cap)
     np.testing.assert_allclose(jax.jit(attend)(*arrays), wanted, atol=1e-5)
 
 
@@ -150,7 +157,7 @@ LENGTH, STEPS = 32, 2
 
 
 @functools.cache
-def packed_case():
+def packed_case(sinks=False):
     """Queries, keys, values, own rows of two later steps, and segments with padding."""
     rng = np.random.default_rng(1)
     q = rng.normal(size=(2, 4, LENGTH, HEAD)).astype(np.float32)
@@ -158,12 +165,12 @@ def packed_case():
     segments = np.zeros((2, LENGTH), np.int32)
     for row, lengths in zip(segments, [(3, 17, 7), (1, 30)], strict=True):
         row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return (q, *rest), segments
+    return (q, *rest, jnp.asarray(SINKS) if sinks else None), segments
 
 
 def wanted_of_rows(arrays, segments, window, steps, cap):
     """A query of step s at place t is at position t + s, its own row of step j at t + j."""
-    q, k, v, *own = arrays
+    q, k, v, *own, sinks = arrays
     outs = []
     for b in range(len(segments)):
         sees = np.zeros((LENGTH, LENGTH * (1 + steps)), bool)
@@ -176,13 +183,13 @@ def wanted_of_rows(arrays, segments, window, steps, cap):
         keys = jnp.concatenate([k[b], *(x[b] for x in own[0 : 2 * steps : 2])], axis=1)
         values = jnp.concatenate([v[b], *(x[b] for x in own[1 : 2 * steps : 2])], axis=1)
         keys, values = (jnp.repeat(x, 2, axis=0) for x in (keys, values))
-        outs.append(softmax_over(q[b], keys, values, sees, cap=cap, xp=jnp))
+        outs.append(softmax_over(q[b], keys, values, sees, sinks, cap, xp=jnp))
     return jnp.stack(outs)
 
 
 def attend_to_rows(arrays, segments, window, steps, cap, context=None, kernel="reference"):
-    q, k, v, *own = arrays
-    options = {"window": window, "kernel": kernel, "soft_cap": cap}
+    q, k, v, *own, sinks = arrays
+    options = {"window": window, "kernel": kernel, "soft_cap": cap, "sinks": sinks}
     if not steps:
         return dispatch.causal_attention(q, k, v, segments, context, **options)
     pairs = list(zip(own[0 : 2 * steps : 2], own[1 : 2 * steps : 2], strict=True))
@@ -201,41 +208,47 @@ def value_and_gradients(attend, arrays, segments):
 
 
 @functools.cache
-def wanted_gradients(window, steps, cap):
+def wanted_gradients(window, steps, cap, sinks):
     attend = functools.partial(wanted_of_rows, window=window, steps=steps, cap=cap)
-    arrays, segments = packed_case()
+    arrays, segments = packed_case(sinks)
     return value_and_gradients(lambda a, _: attend(a, segments), arrays, segments)
 
 
 def close(found, wanted):
+    found, wanted = ([x for x in arrays if x is not None] for arrays in (found, wanted))
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-3)
 
 
 # Steps of own rows beside it: a window of 1 leaves nothing of the base rows.
-ROW_CASES = [(1, 0, None), (4, 0, None), (1, 2, None), (5, 2, None), (1000, 2, CAP)]
+ROW_CASES = [
+    (1, 0, None, False), (4, 0, None, False), (1, 2, None, False), (5, 2, None, False),
+    (1000, 2, CAP, False), (4, 0, None, True), (5, 2, None, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window, steps, cap", ROW_CASES)
-def test_packed_rows_and_their_gradients_see_what_they_should(kernel, window, steps, cap):
+@pytest.mark.parametrize("window, steps, cap, sinks", ROW_CASES)
+def test_packed_rows_and_their_gradients_see_what_they_should(kernel, window, steps, cap, sinks):
     attend = functools.partial(attend_to_rows, window=window, steps=steps, cap=cap, kernel=kernel)
-    close(value_and_gradients(attend, *packed_case()), wanted_gradients(window, steps, cap))
+    found = value_and_gradients(attend, *packed_case(sinks))
+    close(found, wanted_gradients(window, steps, cap, sinks))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("window, steps, cap", ROW_CASES)
-def test_rows_that_are_split_over_devices_see_the_same(window, steps, cap):
+@pytest.mark.parametrize("window, steps, cap, sinks", ROW_CASES)
+def test_rows_that_are_split_over_devices_see_the_same(window, steps, cap, sinks):
     config = MeshConfig(cp=4)
     context = context_of(config, make_mesh(config))
-    arrays, segments = packed_case()
+    (*arrays, of_heads), segments = packed_case(sinks)
     places = context.places(LENGTH)
-    there = tuple(x[:, :, places] for x in arrays)
+    there = (*(x[:, :, places] for x in arrays), of_heads)
     put = jax.device_put(context.permute(segments), sharding.rows_sharding(context.mesh))
     attend = functools.partial(attend_to_rows, window=window, steps=steps, cap=cap, context=context)
     found = value_and_gradients(attend, there, put)
     back = np.argsort(places)
-    close([np.asarray(x)[:, :, back] for x in found], wanted_gradients(window, steps, cap))
+    found = [x if x is None or x.ndim == 1 else np.asarray(x)[:, :, back] for x in found]
+    close(found, wanted_gradients(window, steps, cap, sinks))
 
 
 # --- a model --------------------------------------------------------------------------------------
