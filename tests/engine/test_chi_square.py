@@ -36,9 +36,9 @@ TRANSFORMS = {
     "min tokens": dict(ignore_eos=False, min_tokens=2),
     "all at once": dict(
         temperature=0.9,
-        top_k=4,
+        top_k=3,
         top_p=0.95,
-        min_p=0.02,
+        min_p=0.1,
         repetition_penalty=1.3,
         presence_penalty=0.4,
         frequency_penalty=0.5,

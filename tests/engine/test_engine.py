@@ -125,7 +125,9 @@ def test_a_long_prompt_is_read_in_pieces_between_the_chunks_of_those_that_run(ch
 
 
 def test_what_was_warmed_up_compiles_nothing_whatever_comes():
-    engine = warm()
+    """Prompts that come together are read together, in pieces of a few sizes."""
+    engine = engine_of(batch=2, page_size=16, prefill_chunk=64)
+    engine.warm_up()
     rng = np.random.default_rng(3)
     built = engine.runner.compilations
 

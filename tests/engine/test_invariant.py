@@ -118,7 +118,7 @@ def told_by(llm: LLM, order, **changes) -> dict:
 def restless_llm(dtype: str, layers: int, arms) -> LLM:
     """In `invariant` mode, with small pages and too few of them for four long samples."""
     drafting = [arm for arm in arms if arm != "off"]
-    small = {"page_size": 16, "chunk_tokens": 8, "stretch": 1, "prefill_chunk": 16}
+    small = {"page_size": 16, "chunk_tokens": 8, "stretch": 1, "prefill_chunk": 64}
     page = make_llm(dtype, drafting[-1], layers, arms, small).engine.runner.page_bytes
     small["cache_bytes"] = 10 * page
     llm = make_llm(dtype, drafting[-1], layers, arms, small, invariant=True)

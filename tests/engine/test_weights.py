@@ -122,8 +122,9 @@ def test_a_head_that_went_to_nan_is_forgotten_with_the_next():
     for _ in range(3):
         engine.step()
     engine.set_head(head)
-    during = [e.sample.token_ids for _ in range(99) if engine.has_work for e in engine.step()]
-    assert sorted(during) == sorted(tokens_of(jobs))
+    during = [e.sample for _ in range(99) if engine.has_work for e in engine.step()]
+    assert sorted(sample.token_ids for sample in during) == sorted(tokens_of(jobs))
+    assert all(sample.stats.accepted > 3 for sample in during), "the new head drafts at once"
     after, _ = engine.generate(jobs)
     assert [s.stats for s in after] == [s.stats for s in before], "it drafts as if nothing had been"
 

@@ -196,7 +196,7 @@ RUN = {"packing.rows": 4}
 def runs(thin_policy, tmp_path_factory):
     """The same two steps on one device and on eight."""
     out = tmp_path_factory.mktemp("sharded")
-    axes = {"mesh.fsdp": 2, "mesh.tp": 2, "mesh.cp": 2}
+    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tp": 2}
     for name, extra in (("one", {}), ("eight", axes)):
         rl.main(tiny_run.arguments(thin_policy, out / name, **RUN, **extra))
     return out

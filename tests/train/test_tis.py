@@ -50,7 +50,7 @@ def config(policy, out, **changes) -> RLConfig:
 def choosing(monkeypatch, *scripts, arms=ARMS) -> None:
     """The controllers of the replicas that are built next, in order."""
     rest = [Flips(arms, names) for names in scripts]
-    monkeypatch.setattr(engine, "make_controller", lambda *_: rest.pop(0))
+    monkeypatch.setattr(engine.controllers, "make_controller", lambda *_: rest.pop(0))
 
 
 def behaviour(trainer) -> list:

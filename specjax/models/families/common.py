@@ -274,9 +274,9 @@ def rope_json(rope: Rope) -> dict[str, Any]:
             for name, value in fields.items()
             if name != "longest"
         }
-    parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
-    if rope.share != 1:
-        parameters["partial_rotary_factor"] = rope.share
+    share = {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
+    scaling = scaling and {**scaling, **share}
+    parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default", **share})}
     return {
         "rope_parameters": parameters,
         "rope_theta": rope.theta,
