@@ -1,16 +1,8 @@
-"""Data-sheet figures of chips, and the operations of a forward pass.
-
-Every figure of a chip that the project uses is in this table.
-"""
+"""Data-sheet figures of chips: every figure of a chip that the project uses is in this table."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Any
-
-from specjax.config import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,37 +43,3 @@ CHIPS = {
 def chip_of(device_kind: str) -> Chip | None:
     """The figures of a device, by the `device_kind` that JAX gives it; None: they are not known."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
-
-
-def layer_weights(layers: Sequence[Layer], width: int) -> int:
-    """Number of matrix weights in decoder layers, without norms and biases.
-
-    All experts count: a large batch reads all of them, though a token uses only a few.
-    """
-    rows = {
-        layer: (*layer.mixer.params(width).values(), *layer.mlp.params(width).values())
-        for layer in set(layers)
-    }
-    sizes = {
-        layer: sum(math.prod(row.shape) for row in of if row.matrix) for layer, of in rows.items()
-    }
-    return sum(sizes[layer] for layer in layers)
-
-
-def attention_operations(layers: Sequence[Layer], pairs: int) -> int:
-    """Upper bound on attention operations for `pairs` pairs of a query and a key position."""
-    return 4 * sum(mixer.num_heads * mixer.head_dim for mixer in _attention(layers)) * pairs
-
-
-def _attention(layers: Sequence[Layer]) -> list[Any]:
-    """The mixers of layers whose mixers are all attention.
-
-    Raises:
-      ValueError: a mixer is of another kind, whose cost is not known.
-    """
-    mixers = [layer.mixer for layer in layers]
-    if others := sorted({mixer.kind for mixer in mixers} - {"attention"}):
-        raise ValueError(
-            f"the costs of layers with {', '.join(others)} are not known; expected attention alone"
-        )
-    return mixers

@@ -128,6 +128,7 @@ class Param:
       table: whether rows of the array are looked up, as in an embedding; it may become a `Weight`.
       fused: the joined array that holds this one where decoding fuses projections that share their
         input; None: it is not fused.
+      dtype: dtype that the array always has, in files too; None: that of the model.
     """
 
     shape: tuple[int, ...]
@@ -138,6 +139,7 @@ class Param:
     matrix: bool = False
     table: bool = False
     fused: Fused | None = None
+    dtype: str | None = None
 
 
 # --- what a sequence keeps ------------------------------------------------------------------------
@@ -446,6 +448,13 @@ class Mixer(Protocol):
           earlier: scratch of the earlier steps: that of `run` first, then those of this method.
         """
 
+    def operations(self, length: int) -> int:
+        """Returns the operations that a forward pass over one sequence needs beside its products.
+
+        Optional: without it the speed of training is not reported. Products with the mixer's
+        matrices are not counted.
+        """
+
     def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
         """Advances `Memory.slots` of one layer over the first `count` rows of an accepted path.
 
@@ -474,6 +483,12 @@ class Mlp(Protocol):
 
     def params(self, width: int) -> Mapping[str, Param]:
         """Returns the rows of the mlp's arrays by name, without the layer's norm."""
+
+    def weights_of_a_row(self, width: int) -> int:
+        """Returns the number of matrix weights that one row is multiplied with.
+
+        Optional: without it the speed of training is not reported.
+        """
 
     def run(
         self,

@@ -283,7 +283,7 @@ def lowered_update(place: Ahead, name: str, layers: int) -> jax.stages.Lowered:
     trainer = PolicyTrainer(
         cfg,
         rl_loss(algo("grpo"), on_policy=True),
-        OptimConfig().build(),
+        OptimConfig().build(()),
         attention=options.get("attention", "auto"),
         chunk=chunk and int(chunk),
     )

@@ -266,7 +266,7 @@ class HeadTrainer:
         if line := self.source.described():
             say(line)
         common = {"attention": cfg.attention, "chunk": cfg.logprob_chunk_size}
-        taps, never = inner_taps(self.source), OptimConfig().build()
+        taps, never = inner_taps(self.source), OptimConfig().build(())
         self.policy = PolicyTrainer(model, sft_loss, never, taps=taps, **common)
         sampling = Sampling.of(cfg.rollout.sampling_params())
         self.trainer = DraftTrainer(model, cfg.draft, sampling, source=self.source, **common)

@@ -25,6 +25,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import Limits, check_job, features_of, make_jobs
 from specjax.engine.sources import Drafting, settle_draft, trains
 from specjax.interfaces import Draft
+from specjax.models.rows import matrix_names
 from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
@@ -399,7 +400,7 @@ def build_programs(
     policy = PolicyTrainer(
         model,
         loss,
-        cfg.optim.build(),
+        cfg.optim.build(matrix_names(model)),
         mesh,
         roll.temperature,
         context,

@@ -26,6 +26,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
+from specjax.models.rows import matrix_names
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
@@ -169,7 +170,7 @@ class SFTTrainer:
             "attention": cfg.attention,
             "chunk": cfg.logprob_chunk_size,
         }
-        self.policy = PolicyTrainer(model, sft_loss, cfg.optim.build(), **common)
+        self.policy = PolicyTrainer(model, sft_loss, cfg.optim.build(matrix_names(model)), **common)
         self.opt_state = self.policy.init_opt_state(params)
         self.draft, self.draft_opt = None, None
         if head_steps(cfg):

@@ -325,6 +325,8 @@ def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, me
 
 def _kept(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype) -> np.dtype:
     """Returns the dtype in which a parameter is kept."""
+    if leaf.row.dtype is not None:
+        return jnp.dtype(leaf.row.dtype)
     names = {stored.name for stored in leaf.pieces.values()}
     integers = any(weights[name].dtype in _INTEGERS for name in names)
     return np.dtype(np.int32) if integers else dtype
@@ -595,8 +597,9 @@ def named_weights(leaves: list[Leaf], params: Params, dtype: str) -> list[Writte
     raise_problems("the parameter tree", problems)
     out = []
     for name, tensor in tensors_of(leaves).items():
-        own = jnp.dtype(got[label_of(tensor.holds[0][0])].dtype)
-        kind = jnp.dtype(dtype) if jnp.issubdtype(own, jnp.floating) else own
+        leaf = tensor.holds[0][0]
+        own = jnp.dtype(got[label_of(leaf)].dtype)
+        kind = jnp.dtype(leaf.row.dtype or dtype) if jnp.issubdtype(own, jnp.floating) else own
         out.append(Written(name, tensor.shape, kind, _reader(tensor, got, kind)))
     return out
 

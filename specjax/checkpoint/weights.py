@@ -37,7 +37,7 @@ from specjax.config.dtype import resolve_dtype
 from specjax.drafts.head_config import rows_of
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.interfaces import Draft
-from specjax.models.rows import param_axes
+from specjax.models.rows import fixed_dtypes, param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.registry import DRAFTS
@@ -245,9 +245,19 @@ def float_dtype(params: Params) -> str:
     return next(a.dtype.name for a in jax.tree.leaves(params) if not _is_integer(a))
 
 
-def cast_floats(params: Params, dtype: str) -> Params:
-    """Converts parameters to a dtype, but for arrays of integers, such as token ids."""
-    return jax.tree.map(lambda a: a if _is_integer(a) else a.astype(dtype), params)
+def cast_floats(params: Params, dtype: str, cfg: ModelConfig | None = None) -> Params:
+    """Converts parameters to a dtype, but for arrays of integers, such as token ids.
+
+    Args:
+      cfg: config of the model, some of whose arrays may always have another dtype.
+    """
+    fixed = {} if cfg is None else fixed_dtypes(cfg)
+
+    def one(path: tuple, array: Any) -> Any:
+        kind = fixed.get(getattr(path[-1], "key", None), dtype)
+        return array if _is_integer(array) else array.astype(kind)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def head_shapes_of(source: Draft) -> Params:
@@ -411,7 +421,7 @@ def load_model(
     if dtype is not None:
         dtype = resolve_dtype(dtype, stored, platform)
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
-        policy = cast_floats(policy, dtype)
+        policy = cast_floats(policy, dtype, cfg)
         head = head and Head(run_as(head.source, cfg.run), cast_floats(head.params, dtype))
     if mesh is not None:
         policy = sharding.put(policy, sharding.param_shardings(mesh, policy, param_axes(cfg)))

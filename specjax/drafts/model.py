@@ -34,7 +34,7 @@ from specjax.interfaces import (
     Where,
 )
 from specjax.memory import Commit, after_of, commit, cost, empty
-from specjax.models.rows import param_axes
+from specjax.models.rows import fixed_dtypes, param_axes
 from specjax.models.transformer import (
     Params,
     Transformer,
@@ -130,7 +130,7 @@ class ModelSource(Draft):
         return dataclasses.replace(self, cfg=cfg)
 
     def pack(self, params: Params) -> Params:
-        return to_format(cast(params, self.cfg.run.compute_dtype), self.cfg)
+        return to_format(cast(params, self.cfg.run.compute_dtype, fixed_dtypes(self.cfg)), self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
         """See `Draft.columns`; ids that the draft model does not have stand for no token."""

@@ -32,7 +32,15 @@ from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Whe
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, cost
 from specjax.models.layers import block, rms_norm
-from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
+from specjax.models.rows import (
+    axes_of,
+    fixed_dtypes,
+    fuse,
+    fused_rows,
+    layer_rows,
+    merge_axes,
+    param_axes,
+)
 from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack
@@ -195,7 +203,8 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
         }
         rows = fused_rows(rows)
     all_rows = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
-    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), all_rows, cfg)
+    params = {**params, "blocks": blocks}
+    return pack(cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg)), all_rows, cfg)
 
 
 # --- the head as a draft --------------------------------------------------------------------------

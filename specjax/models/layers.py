@@ -40,7 +40,7 @@ def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), dep
       lead: sizes of the axes before the array's own.
       depth: number of layers of the model, see `Param.residual`.
     """
-    shape = lead + row.shape
+    shape, dtype = lead + row.shape, row.dtype or dtype
     if not row.init:
         return nnx.Param(jnp.full(shape, 1 if row.init is None else 0, jnp.dtype(dtype)))
     std = row.init / (2 * max(depth, 1)) ** 0.5 if row.residual else row.init

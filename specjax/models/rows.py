@@ -6,7 +6,7 @@ Mixers and mlps have rows of their own. Families name the tensors in files, see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -68,6 +68,22 @@ def param_axes(cfg: ModelConfig) -> dict[str, tuple]:
     """Returns the logical axes of a model's arrays, by name, see `specjax.parallel.sharding`."""
     layers = [layer_rows(layer, cfg.hidden_size) for layer in dict.fromkeys(cfg.layers)]
     return merge_axes(map(axes_of, [top_rows(cfg), *layers]))
+
+
+def _all_rows(cfg: ModelConfig) -> Iterator[tuple[str, Param]]:
+    yield from top_rows(cfg).items()
+    for layer in dict.fromkeys(cfg.layers):
+        yield from layer_rows(layer, cfg.hidden_size).items()
+
+
+def matrix_names(cfg: ModelConfig) -> frozenset[str]:
+    """Returns the names of matrices that activations are multiplied with, and of tables."""
+    return frozenset(name for name, row in _all_rows(cfg) if row.matrix or row.table)
+
+
+def fixed_dtypes(cfg: ModelConfig) -> dict[str, str]:
+    """Returns the names of arrays whose dtype is not the model's, with that dtype."""
+    return {name: row.dtype for name, row in _all_rows(cfg) if row.dtype is not None}
 
 
 def repeated_names(cfg: ModelConfig) -> frozenset[str]:

@@ -31,7 +31,7 @@ from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, as_stored, draw, rms_norm
-from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
+from specjax.models.rows import fixed_dtypes, fuse, fused_rows, layer_rows, top_rows
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, pin_rows, split_over_tp, whole_over_tp
 from specjax.parallel.stored import Stored
@@ -546,7 +546,7 @@ def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
 
 
 def _laid_out(params: Params, cfg: ModelConfig) -> Params:
-    params = cast(params, cfg.run.compute_dtype)
+    params = cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg))
     unrolled = 0 in params.get("layers", ())
     return params if cfg.run.scan_layers or unrolled else unroll_layers(params, cfg)
 

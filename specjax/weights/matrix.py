@@ -19,6 +19,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -295,10 +296,17 @@ def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
     return walk(params, of)
 
 
-def cast(params: Params, dtype: str) -> Params:
-    """Casts the arrays of parameters to a dtype; a `Weight` stays as it is."""
+def cast(params: Params, dtype: str, fixed: Mapping[str, str] = MappingProxyType({})) -> Params:
+    """Casts the arrays of parameters to a dtype; a `Weight` stays as it is.
 
-    def one(leaf: Any) -> Any:
-        return leaf.astype(jnp.dtype(dtype)) if is_array(leaf) else leaf
+    Args:
+      fixed: dtypes of arrays, by their names, that have another one whatever the model's.
+    """
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "dot_t"))
+    def one(path: tuple, leaf: Any) -> Any:
+        kind = fixed.get(getattr(path[-1], "key", None), dtype)
+        return leaf.astype(jnp.dtype(kind)) if is_array(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(
+        one, params, is_leaf=lambda leaf: hasattr(leaf, "dot_t")
+    )

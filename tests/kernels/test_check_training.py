@@ -49,7 +49,7 @@ def fresh(monkeypatch):
 
 
 def trains_by(kernel: str) -> str:
-    trainer = PolicyTrainer(CFG, sft_loss, OptimConfig().build(), attention=f"{HERE}:{kernel}")
+    trainer = PolicyTrainer(CFG, sft_loss, OptimConfig().build(()), attention=f"{HERE}:{kernel}")
     return trainer.cfg.run.attention
 
 

@@ -243,7 +243,7 @@ def losses(kernel, mesh) -> list[float]:
             jax.device_put(x, sharding.param_shardings(mesh, x, weight_axes(cfg)))
             for x in (params, head)
         )
-    policy = PolicyTrainer(cfg, sft_loss, OptimConfig().build(), mesh, attention=kernel)
+    policy = PolicyTrainer(cfg, sft_loss, OptimConfig().build(()), mesh, attention=kernel)
     settings = DraftConfig(unroll_steps=2, optim=OptimConfig(lr=1e-4))
     draft = DraftTrainer(cfg, settings, mesh=mesh, attention=kernel)
     opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)

@@ -169,7 +169,7 @@ def training(mesh, head: bool):
     batch = {k: on_mesh(mesh, a, packed) for k, a in batch.items()}
     params = jax.eval_shape(lambda: init_params(MODEL))
     params = on_mesh(mesh, params, SPLIT)
-    optimizer = OptimConfig().build()
+    optimizer = OptimConfig().build(())
     if not head:
         trainer = PolicyTrainer(MODEL, sft_loss, optimizer, mesh)
         gradients = jax.eval_shape(trainer._zeros_program, params)

@@ -68,7 +68,7 @@ def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
     assert shard(layers["o"]) == (2, 16, 8) and shard(layers["down"]) == (2, 16, 8)
     assert shard(layers["input_norm"]) == layers["input_norm"].shape
     assert shard(head["blocks"][0]["proj"]) == (16, 8)
-    optimizer = OptimConfig().build()
+    optimizer = OptimConfig().build(())
     trainer = PolicyTrainer(model, rl_loss(algo()), optimizer, mesh)
     moments = [x for x in jax.tree.leaves(trainer.init_opt_state(params)) if x.ndim == 3]
     assert moments and all(shard(x)[1:] == (x.shape[1] // 2, x.shape[2] // 2) for x in moments)
@@ -108,7 +108,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, 
     results = []
     for place in (None, mesh):
         model, params, head = hf.load_checkpoint(tiny_policy, "float32", place)
-        policy = PolicyTrainer(model, rl_loss(algo()), OptimConfig().build(), place)
+        policy = PolicyTrainer(model, rl_loss(algo()), OptimConfig().build(()), place)
         draft = DraftTrainer(model, DraftConfig(optim=OptimConfig(lr=1e-4)), mesh=place)
         placed = [policy.place(b) for b in batches]
         opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)

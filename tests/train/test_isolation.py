@@ -26,7 +26,7 @@ def setting(thin_policy):
         for i in range(8)
     ]
     cfg = parse_config(RLConfig, tiny_run.arguments(thin_policy, "unused"))[0]
-    policy = PolicyTrainer(model, sft_loss, cfg.optim.build())
+    policy = PolicyTrainer(model, sft_loss, cfg.optim.build(()))
     batches = [policy.place(b) for b in pack(samples, 32, 2)]
     return model, params, head, batches, [policy.states(params, b) for b in batches], cfg
 
@@ -47,7 +47,7 @@ def test_the_gradient_of_the_head_loss_is_exactly_zero_for_policy_and_states(set
 
 def test_through_the_whole_policy_the_head_loss_has_no_gradient(setting):
     model, params, head, batches, _, cfg = setting
-    trainer = PolicyTrainer(model, sft_loss, cfg.optim.build())
+    trainer = PolicyTrainer(model, sft_loss, cfg.optim.build(()))
 
     def value(params):
         *_, states = trainer._forward(params, batches[0])
@@ -80,7 +80,7 @@ def test_the_loss_scaling_factor_scales_every_update_of_the_head(factor):
     draws = np.random.default_rng(0).normal(size=(6, 2, 3)).astype(np.float32)
     steps = {}
     for scale in (1.0, factor):
-        optimizer = DraftConfig(mtp_loss_scaling_factor=scale, optim=optim).optimizer()
+        optimizer = DraftConfig(mtp_loss_scaling_factor=scale, optim=optim).optimizer(("proj",))
         state, steps[scale] = optimizer.init(head), []
         for gradient in draws:
             updates, state = optimizer.update({"proj": gradient}, state, head)

@@ -215,7 +215,7 @@ def test_gradients_of_every_objective_are_the_same_in_blocks(objective):
     found = []
     for chunk in (None, 7):
         trainer = PolicyTrainer(
-            cfg, loss, OptimConfig().build(), temperature=0.8, chunk=chunk, entropy_gradient=True
+            cfg, loss, OptimConfig().build(()), temperature=0.8, chunk=chunk, entropy_gradient=True
         )
         zeros = jax.tree.map(jnp.zeros_like, params)
         run = trainer.programs["accumulate"]
@@ -236,7 +236,7 @@ def test_a_micro_batch_on_a_mesh_has_the_gradients_of_one_device():
 
     def gradients(mesh, context, chunk):
         trainer = PolicyTrainer(
-            cfg, loss, OptimConfig().build(), mesh, context=context, chunk=chunk
+            cfg, loss, OptimConfig().build(()), mesh, context=context, chunk=chunk
         )
         here, zeros = params, jax.tree.map(jnp.zeros_like, params)
         if mesh is not None:

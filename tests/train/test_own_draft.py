@@ -52,7 +52,7 @@ def setting():
     # The embedding is also the language-model head: it must tell tokens apart.
     params["embed"] = 30 * params["embed"]
     optim = OptimConfig(lr=3e-2, warmup_steps=0)
-    policy = PolicyTrainer(CFG, sft_loss, optim.build(), taps=inner_taps(source))
+    policy = PolicyTrainer(CFG, sft_loss, optim.build(()), taps=inner_taps(source))
     samples = [Sample(i, [i], [(i + 3 * j) % 32 for j in range(1, 15)]) for i in range(6)]
     batches = [policy.place(batch) for batch in pack(samples, 32, 2)]
     states = [policy.states(params, batch) for batch in batches]

@@ -14,10 +14,11 @@ from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import init_head_params, weight_axes
+from specjax.models.rows import matrix_names
 from specjax.models.transformer import init_params
 from train import sft
-from train.loss.optim import OptimConfig, weight_matrices
+from train.loss.optim import OptimConfig, decays
 from train.run.files import read_metrics
 from train.schema import SFTConfig
 
@@ -194,9 +195,12 @@ def test_a_head_that_is_not_trained_is_exported_as_it_started(tmp_path, capsys):
 def test_weight_decay_is_on_weight_matrices_only(run):
     model = change_dense(hf.load_checkpoint(run / "hf")[0], model_type="qwen2", qkv_bias=True)
     params = {"policy": init_params(model, 0), "head": init_head_params(model, 0)}
-    flat = jax.tree_util.tree_leaves_with_path(weight_matrices(params))
-    decays = {str(path[-1].key): value for path, value in flat}
-    assert decays == {
+    names = {"policy": matrix_names(model)}
+    names["head"] = [n for n, axes in weight_axes(model).items() if len(axes) > 1]
+    marked = {part: decays(names[part], tree) for part, tree in params.items()}
+    flat = jax.tree_util.tree_leaves_with_path(marked)
+    by_name = {str(path[-1].key): value for path, value in flat}
+    assert by_name == {
         **dict.fromkeys(["embed", "q", "k", "v", "o", "gate", "up", "down", "proj"], True),
         **dict.fromkeys(["norm", "input_norm", "post_norm", "q_norm", "k_norm"], False),
         **dict.fromkeys(["q_bias", "k_bias", "v_bias"], False),
@@ -204,7 +208,7 @@ def test_weight_decay_is_on_weight_matrices_only(run):
     }
     config = OptimConfig(lr=0.1, warmup_steps=0, weight_decay=0.5)
     weights = {"q": jnp.ones((2, 3, 3)), "input_norm": jnp.ones((2, 3))}
-    optimizer = config.build()
+    optimizer = config.build(["q"])
     zero = jax.tree.map(jnp.zeros_like, weights)
     updates, _ = optimizer.update(zero, optimizer.init(weights), weights)
     after = optax.apply_updates(weights, updates)

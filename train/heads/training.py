@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -391,7 +391,7 @@ class DraftConfig:
         """Whether training would change the head."""
         return self.mtp_loss_scaling_factor > 0
 
-    def optimizer(self) -> optax.GradientTransformation:
+    def optimizer(self, decayed: Collection[str]) -> optax.GradientTransformation:
         """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
 
         Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
@@ -399,7 +399,7 @@ class DraftConfig:
         would cancel a factor on the loss, so the factor multiplies the update.
         """
         rate = self.mtp_loss_scaling_factor * self.optim.lr
-        return dataclasses.replace(self.optim, lr=rate).build()
+        return dataclasses.replace(self.optim, lr=rate).build(decayed)
 
 
 def frozen_policy_parts(params: Params) -> Params:
@@ -586,7 +586,9 @@ class DraftTrainer:
         self.source, self.context = source, context
         self.chunk = settled_chunk(chunk, mesh, cfg.vocab_size)
         self.axes = merge_axes([param_axes(cfg), source.axes()])
-        self.optimizer = draft.optimizer()
+        # Matrices of a head are the arrays that are declared with two axes or more.
+        matrices = [name for name, axes in self.axes.items() if len(axes) > 1]
+        self.optimizer = draft.optimizer(matrices)
         program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
 

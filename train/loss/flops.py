@@ -3,8 +3,9 @@
 They are the operations that the mathematics needs (the usual convention of MFU: PaLM,
 arXiv:2204.02311, appendix B, and verl's `perf/mfu/actor`), whatever the programs do:
 
-    forward    2 for each matrix weight and token, those of the language-model head included; and
-               4 x heads x head size for each pair of a query and a key that it sees, by the actual
+    forward    2 for each matrix weight that a token is multiplied with, those of the language-model
+               head included; and what the mixers declare (`Mixer.operations`): of attention 4 x
+               heads x head size for each pair of a query and a key that it sees, by the actual
                lengths of the samples and by windows
     backward   twice the forward
 
@@ -15,25 +16,15 @@ rotations and softmax, the lookup of embeddings, and the optimizer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 
-from specjax.chips import Chip, attention_operations, chip_of, layer_weights
+from specjax.chips import Chip, chip_of
 from specjax.config import ModelConfig
 
 _BACKWARD = 2  # operations of the backward pass, relative to the forward pass
-
-
-def visible_pairs(length: int, window: int | None = None) -> int:
-    """Number of pairs of a position and one that it sees, itself included.
-
-    Args:
-      length: number of tokens of a sample.
-      window: number of positions that one sees, its own included; None: all up to its own.
-    """
-    full = length if window is None else min(window, length)
-    return full * (full + 1) // 2 + (length - full) * full
 
 
 class UpdateSpeed:
@@ -53,16 +44,19 @@ class UpdateSpeed:
         kind = devices[0].device_kind
         self.chip: Chip | None = chip_of(kind)
         self.notes: list[str] = []
-        others = {layer.mlp.kind for layer in cfg.layers} - {"dense"}
-        others |= {layer.mixer.kind for layer in cfg.layers} - {"attention"}
+        others = {x.mlp.kind for x in cfg.layers if not hasattr(x.mlp, "weights_of_a_row")}
+        others |= {x.mixer.kind for x in cfg.layers if not hasattr(x.mixer, "operations")}
         if others:
             self.notes.append(
                 "no perf/tflops/actor and perf/mfu/actor: the operations of layers with "
                 f"{', '.join(sorted(others))} are not known"
             )
             return
-        self._weights = layer_weights(cfg.layers, cfg.hidden_size)
-        self._weights += cfg.vocab_size * cfg.hidden_size
+        self._weights = cfg.vocab_size * cfg.hidden_size
+        for layer in cfg.layers:
+            mixer = layer.mixer.params(cfg.hidden_size).values()
+            self._weights += sum(math.prod(row.shape) for row in mixer if row.matrix)
+            self._weights += layer.mlp.weights_of_a_row(cfg.hidden_size)
         if self.chip is None:
             self.notes.append(
                 f"no perf/mfu/actor: the peak of {kind!r} is not known (specjax/chips.py); "
@@ -71,13 +65,8 @@ class UpdateSpeed:
 
     def update(self, lengths: Sequence[int]) -> int:
         """Operations of an update over samples of these lengths, forward and backward."""
-        attention = sum(
-            attention_operations(
-                [layer], sum(visible_pairs(n, layer.mixer.window) for n in lengths)
-            )
-            for layer in self._cfg.layers
-        )
-        return (1 + _BACKWARD) * (2 * self._weights * sum(lengths) + attention)
+        mixing = sum(layer.mixer.operations(n) for layer in self._cfg.layers for n in lengths)
+        return (1 + _BACKWARD) * (2 * self._weights * sum(lengths) + mixing)
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """The metrics of updates.

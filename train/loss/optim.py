@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,8 +49,12 @@ class OptimConfig:
         fall = optax.cosine_decay_schedule(self.lr, self.decay_steps, self.final_lr_ratio)
         return optax.join_schedules([rise, fall], [warmup - 1])
 
-    def build(self) -> optax.GradientTransformation:
-        """The optimizer: clipping by global norm, then AdamW."""
+    def build(self, decayed: Collection[str]) -> optax.GradientTransformation:
+        """The optimizer: clipping by global norm, then AdamW.
+
+        Args:
+          decayed: names of the arrays with weight decay.
+        """
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(
@@ -56,7 +62,7 @@ class OptimConfig:
                 b1=self.b1,
                 b2=self.b2,
                 weight_decay=self.weight_decay,
-                mask=weight_matrices,
+                mask=functools.partial(decays, decayed),
             ),
         )
 
@@ -92,11 +98,8 @@ class HeadOptimConfig(SFTOptimConfig):
     trained_lr: ClassVar[float] = HEAD_LR
 
 
-def weight_matrices(params):
-    """A tree of bools that marks leaves with weight decay: all but norms and biases."""
-
-    def one(path, leaf) -> bool:
-        name = str(getattr(path[-1], "key", path[-1]))
-        return leaf.ndim > 1 and "norm" not in name and "bias" not in name
-
-    return jax.tree_util.tree_map_with_path(one, params)
+def decays(decayed: Collection[str], params):
+    """A tree of bools that marks the leaves with weight decay, by their names."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) in decayed, params
+    )

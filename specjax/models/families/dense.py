@@ -109,7 +109,7 @@ class DenseFamily:
         fields = {part: {} for part in ("mixer", "layer", "model", "logits")}
         for option in self.options:
             fields[option.part][option.field] = option.of(keys)
-        biased = keys.flag("attention_bias", self.qkv_bias)
+        biased = keys.flag("attention_bias", False if self.qkv_bias is None else None)
         if self.qkv_bias is False and biased:
             common.refuse(keys, ["attention_bias true"])
         mixer = Attention(
@@ -182,7 +182,9 @@ class DenseFamily:
         again = DenseFamily.read(self, Keys(Path("config.json"), raw))
         facts = {name: getattr(cfg, name) for name in _NOT_OF_FAMILIES}
         if different := _difference(cfg, again.replace(**facts)):
-            self.refuse("is read as another model", different)
+            raise UnsupportedModelError(
+                f"model_type {self.model_type!r} cannot express {different}; set another one"
+            )
         return raw
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def _difference(one: Any, other: Any, name: str = "config") -> str:
         names = [field.name for field in dataclasses.fields(one)]
         pairs = [(n, getattr(one, n), getattr(other, n)) for n in names]
     else:
-        return f"{name} {one!r}, read as {other!r}"
+        return f"{name} {one!r}, which would be read as {other!r}"
     return next(filter(None, (_difference(x, y, label) for label, x, y in pairs)))
 
 

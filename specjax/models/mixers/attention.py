@@ -183,6 +183,12 @@ class Attention:
         )  # fmt: skip
         return self.output(w, attended, gate), Scratch(KVCache(k, v), None)
 
+    def operations(self, length: int) -> int:
+        """Counts the products of queries with keys, and of weights with values, within windows."""
+        seen = length if self.window is None else min(self.window, length)
+        pairs = seen * (seen + 1) // 2 + (length - seen) * seen
+        return 4 * self.num_heads * self.head_dim * pairs
+
     def advance(self, slots: None, rows: None, count: Array) -> None:
         """Returns None, for there are no slots."""
 

@@ -55,6 +55,10 @@ class Dense:
             ),
         }  # fmt: skip
 
+    def weights_of_a_row(self, width: int) -> int:
+        """See `Mlp.weights_of_a_row`: all of them."""
+        return 3 * width * self.intermediate_size
+
     def run(
         self, w: Params, x: Float[Array, "B T D"], where: Where | None = None, given: Any = None
     ) -> tuple[Float[Array, "B T D"], None]:

@@ -1,0 +1,154 @@
+"""Each key of a family's config.json is read, is known to change nothing, or is refused by name."""
+
+import copy
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from specjax.checked_json import CheckpointError, UnsupportedModelError
+from specjax.checkpoint import huggingface as hf
+from specjax.registry import FAMILIES
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+TYPES = [name for name in FAMILIES.names if name not in ("mimo", "gemma3")]  # not in transformers
+INERT = {
+    "transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype",
+    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
+    "initializer_range", "use_cache", "attention_dropout", "_name_or_path", "output_attentions",
+    "pretraining_tp", "resid_pdrop", "embd_pdrop", "_sliding_window_pattern", "model_type",
+}  # fmt: skip
+# Where other keys have their defaults.
+UNUSED = {
+    "qwen2": {"sliding_window", "use_sliding_window", "max_window_layers"},
+    "qwen3": {"sliding_window", "use_sliding_window", "max_window_layers"},
+    "smollm3": {
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "no_rope_layer_interval",
+        "num_hidden_layers",
+    },
+    "phi3": {"original_max_position_embeddings"},
+}
+
+
+def read(raw):
+    return hf.config_of(Path("config.json"), raw, {})
+
+
+def changed(name, value):
+    """Another value of a key."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return "gelu"
+    if isinstance(value, list):
+        other = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+        return [other.get(value[0], 1 - value[0] if value[0] in (0, 1) else None), *value[1:]]
+    if isinstance(value, dict):  # RoPE, by layer type or not
+        value = copy.deepcopy(value)
+        next((v for v in value.values() if isinstance(v, dict)), value)["rope_theta"] = 123.0
+        return value
+    return True if name.startswith("use_") else 7
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_each_key_changes_the_config_or_is_refused_by_name(model_type):
+    raw = transformers.AutoConfig.for_model(model_type).to_dict()
+    usual = read(raw)
+    for name in raw.keys() - INERT - UNUSED.get(model_type, set()):
+        try:
+            assert read({**raw, name: changed(name, raw[name])}) != usual, name
+        except (CheckpointError, UnsupportedModelError) as error:
+            assert name in str(error), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("llama", "final_logit_softcapping", 30.0), ("llama", "embedding_multiplier", 12.0),
+        ("llama", "sliding_window", 512), ("qwen2", "query_pre_attn_scalar", 64),
+        ("qwen3", "residual_multiplier", 0.2), ("mistral", "attention_bias", True),
+        ("olmo2", "clip_qkv", 8.0), ("gemma2", "use_bidirectional_attention", True),
+        ("granite", "num_local_experts", 8), ("phi3", "use_qk_norm", True),
+        ("smollm3", "mlp_bias", True), ("gemma3_text", "attention_chunk_size", 64),
+        ("llama", "some_new_scaling", 3.0),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_family_is_refused_by_name(model_type, key, value):
+    raw = transformers.AutoConfig.for_model(model_type).to_dict()
+    with pytest.raises(UnsupportedModelError, match=key):
+        read({**raw, key: value})
+    assert read({**raw, key: None}) == read(raw)
+
+
+@pytest.mark.parametrize("key", ["unsloth_fixed", "is_llama_config", "torchscript"])
+def test_a_key_that_is_about_nothing_that_is_computed_is_left_alone(key):
+    raw = transformers.AutoConfig.for_model("llama").to_dict()
+    assert read({**raw, key: True}) == read(raw)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"),
+    [("llama", "windows"), ("ministral", "soft_cap"), ("gemma3_text", "qk_norm")],
+)
+def test_what_a_family_cannot_express_is_refused_by_the_field(model_type, field):
+    cfg = hf.read_config(GOLDEN / "gemma2").replace(model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=field):
+        hf.config_json(cfg, False, "float32")
+
+
+def test_ministral3_is_refused_because_it_scales_queries():
+    raw = transformers.AutoConfig.for_model("ministral").to_dict()
+    with pytest.raises(UnsupportedModelError, match="scales queries"):
+        read({**raw, "model_type": "ministral3"})
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_model_that_reads_images_is_loaded_without_what_reads_them(
+    prefix, tmp_path, caplog
+):
+    """The files of google/gemma-3-4b-it begin in the first way, and transformers' names in the
+    second."""
+    source = GOLDEN / "gemma3_text"
+    raw = json.loads((source / "config.json").read_text())
+    text = {k: v for k, v in raw.items() if k not in ("eos_token_id", "dtype", "architectures")}
+    outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    outer |= {"eos_token_id": [2, 3], "dtype": raw["dtype"], "mm_tokens_per_image": 4}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.replace("model.", prefix, 1): array for name, array in tensors.items()}
+    for name in ("vision_tower.embed.weight", "multi_modal_projector.weight"):
+        tensors[name] = np.zeros((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"):
+        cfg, params, _ = hf.load_checkpoint(tmp_path)
+    assert "2 tensors are left out" in caplog.text and "vision_tower" in caplog.text
+    wanted, arrays, _ = hf.load_checkpoint(source)
+    assert cfg == wanted
+    jax.tree.map(np.testing.assert_array_equal, params, arrays)
+    hf.save_checkpoint(tmp_path / "out", cfg, params)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gemma3_text"
+
+
+def test_an_old_config_of_gemma3_that_says_little_has_the_defaults_of_transformers():
+    """As google/gemma-3-4b-it has it."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }  # fmt: skip
+    cfg = read({"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16"})
+    full, local = cfg.layers[5].mixer, cfg.layers[0].mixer
+    assert (full.window, local.window) == (None, 1024)
+    assert (full.rope.theta, full.rope.scaling.factor) == (1e6, 8.0)
+    assert (local.rope.theta, local.rope.scaling) == (1e4, None)
+    assert (local.num_heads, local.num_kv_heads, local.head_dim) == (8, 4, 256)
+    assert (cfg.vocab_size, cfg.max_position, cfg.tie_embeddings) == (262_208, 131_072, True)
