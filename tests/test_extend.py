@@ -33,7 +33,7 @@ from specjax.checkpoint.huggingface import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
-from specjax.config.model import Layer
+from specjax.config.model import Layer, LogitForm
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.sources import settle_draft, source_of
 from specjax.interfaces import Param
@@ -241,7 +241,8 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
         64, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, model_type="pebble",
         qk_norm=False, max_position=64, eos_token_ids=(2,),
     )  # fmt: skip
-    full = cfg.layers[0]
+    cfg = cfg.replace(norm_offset=True, logits=LogitForm(soft_cap=20.0))
+    full = dataclasses.replace(cfg.layers[0], norms="both", norm_offset=True)
     slides = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, window=4))
     cfg = cfg.replace(layers=(slides, full))
     params = init_params(cfg, 1)
@@ -249,6 +250,7 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
     hf.save_checkpoint(tmp_path / "pebble", cfg, params)
     tensors = load_file(tmp_path / "pebble" / "model.safetensors")
     assert {"pebbles.1.mlp.up_proj.weight", "last_norm.weight"} < tensors.keys()
+    assert "pebbles.1.post_feedforward_layernorm.weight" in tensors
     assert tensors["pebbles.1.attention.qkv.weight"].shape == ((2 + 2) * 8, 16)
     assert json.loads((tmp_path / "pebble/config.json").read_text())["even_window"] == 4
     FAMILIES.rows.pop("pebble")

@@ -165,8 +165,12 @@ def shared_programs():
         KNOWN.clear()
 
 
-def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
-    """A random policy (D 16, 2 layers) with BPE tokenizer and draft head, Hugging Face layout."""
+def write_policy(path: Path, with_head: bool = True, raw: dict | None = None, **changes) -> Path:
+    """A random policy (D 16, 2 layers) with BPE tokenizer and draft head, Hugging Face layout.
+
+    Args:
+      raw: keys of a config.json of another family, beside those that give these sizes.
+    """
     rows = demonstrations(DataConfig(), "train")[:200]
     texts = [text for row in rows for text in (row.prompt, row.response)]
     tokenizer = train_bpe_tokenizer(texts, 272, path.with_name(f"{path.name}-tokenizer"))
@@ -187,6 +191,14 @@ def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
             **changes,
         }
     )
+    if raw is not None:
+        sizes = {
+            "vocab_size": 272, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "max_position_embeddings": 256, "eos_token_id": list(cfg.eos_token_ids),
+            "pad_token_id": cfg.pad_token_id, "num_nextn_predict_layers": int(with_head),
+        }  # fmt: skip
+        cfg = hf.config_of(path / "config.json", {**sizes, **raw}, {})
     params = _sharpened(init_params(cfg, 0))
     head = _sharpened(init_head_params(cfg, 1)) if with_head else None
     hf.save_checkpoint(path, cfg, params, head, path.with_name(f"{path.name}-tokenizer"))

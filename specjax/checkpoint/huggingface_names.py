@@ -81,11 +81,13 @@ class HeadStyle(NamedTuple):
       prefix: prefix of a module's tensors, with `{}` for its number; None: modules are numbered as
         further layers of the model.
       names: names of the arrays outside the module's layer; the family names those of the layer.
+      layer_prefix: prefix of the layer's tensors; None: that of the module's.
     """
 
     concat: str
     prefix: str | None
     names: dict[str, Stored]
+    layer_prefix: str | None = None
 
 
 HEAD_STYLES = {
@@ -108,6 +110,17 @@ HEAD_STYLES = {
             "proj": Stored("eh_proj.weight", transpose=True),
             "norm": Stored("shared_head.norm.weight"),
         },
+    ),
+    "qwen3_next": HeadStyle(
+        "embedding_first",
+        "mtp.",
+        {
+            "embed_norm": Stored("pre_fc_norm_embedding.weight"),
+            "hidden_norm": Stored("pre_fc_norm_hidden.weight"),
+            "proj": Stored("fc.weight", transpose=True),
+            "norm": Stored("norm.weight"),
+        },
+        layer_prefix="mtp.layers.{}.",
     ),
 }
 
@@ -290,6 +303,7 @@ def head_leaves(cfg: ModelConfig, style: str) -> list[Leaf]:
             swap = name == "proj" and table.concat != cfg.mtp_concat
             pieces = _pieces(row, table.names[name], prefix, name)
             leaves.append(Leaf((*path, name), row, pieces, swap=swap))
+        prefix = prefix if table.layer_prefix is None else table.layer_prefix.format(index)
         for name, row in rows.items():
             pieces = _pieces(row, places[name], prefix, f"the head's layer/{name}")
             leaves.append(Leaf((*path, "layer", name), row, pieces))

@@ -4,6 +4,7 @@ Its state is kept per slot and per prompt, so whatever moves, interrupts or shar
 compared with plain decoding of one sample after the other.
 """
 
+import dataclasses
 import functools
 import re
 import types
@@ -19,7 +20,7 @@ from tiny import apt, prompts_of, sharpened
 
 from specjax import SamplingParams, SpecConfig
 from specjax.config import ModelConfig
-from specjax.config.model import Layer
+from specjax.config.model import Layer, LogitForm
 from specjax.control import ControlConfig
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.drafts.model import ModelSource
@@ -96,12 +97,32 @@ def tokens(engine, jobs):
     return [sample.token_ids for sample in engine.generate(jobs)[0]]
 
 
-def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts():
+def sandwich(**run) -> ModelConfig:
+    """As Gemma: norms around both halves, windows in half the layers, bounded scores and logits."""
+    window = Attention(4, 2, 8, qk_norm=True, norm_offset=True, window=5, soft_cap=2.0, scale=0.5)
+    layers = tuple(
+        Layer(mixer, Dense(24, "gelu_pytorch_tanh"), "both", norm_offset=True)
+        for mixer in (window, dataclasses.replace(window, window=None))
+    )
+    cfg = ModelConfig(
+        vocab_size=VOCAB, hidden_size=16, layers=layers, tie_embeddings=False, norm_offset=True,
+        max_position=512, mtp_num_layers=1, embedding_multiplier=2.0,
+        logits=LogitForm(soft_cap=8.0),
+    )  # fmt: skip
+    return cfg.running(**run)
+
+
+@pytest.mark.parametrize(
+    ("of", "attention"),
+    [(config, "auto"), (sandwich, "auto"), (sandwich, "reference")],
+    ids=["recurrent", "sandwich", "sandwich by XLA"],
+)
+def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts(of, attention):
     """Dynamic and static trees and plain rounds in turn, alone and beside others, with pages for a
     few sequences at a time."""
-    cfg, jobs = config(), jobs_of()
+    cfg, jobs = of(), jobs_of()
     spec, control = SpecConfig("3_2_6"), ControlConfig(controller="bandit", strategies=ARMS)
-    kept = dict(page_size=PAGE, chunk_tokens=8, prefill_chunk=PAGE)
+    kept = dict(page_size=PAGE, chunk_tokens=8, prefill_chunk=PAGE, attention=attention)
     probe = engine_of(cfg, spec, 4, control, **kept)
     room = probe.runner.slot_bytes + 16 * probe.runner.page_bytes
     engine = engine_of(cfg, spec, 4, control, cache_bytes=room, **kept)

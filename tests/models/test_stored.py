@@ -4,6 +4,7 @@ The families and the mlp here are from outside the package.
 """
 
 import dataclasses
+import json
 from typing import ClassVar
 
 import jax
@@ -14,13 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_names import CheckpointWeightError
+from specjax.checkpoint.weights import load_model
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.interfaces import Param, Stored, TensorSlice
 from specjax.models.families import add_family
 from specjax.models.families.dense import DenseFamily, dense_config
 from specjax.models.mlps.dense import Dense
-from specjax.models.transformer import init_params
+from specjax.models.transformer import init_params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.registry import FAMILIES
 
@@ -29,7 +31,7 @@ EXPERTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class AllExperts:
-    """The mean of several experts; files have a tensor for each."""
+    """A mean of several experts; files have a tensor for each, and their shares in float32."""
 
     intermediate_size: int
 
@@ -46,11 +48,13 @@ class AllExperts:
         return {
             "up": Param(into, (None, "embed", "mlp"), experts("up")),
             "down": Param(out, (None, "mlp", "embed"), experts("down"), residual=True),
+            "share": Param((EXPERTS,), (None,), Stored("mlp.share"), dtype="float32"),
         }
 
     def run(self, w, x, where, given=None):
         inner = jax.nn.silu(jnp.einsum("btd,edf->btef", x, w["up"].astype(x.dtype)))
-        return jnp.einsum("btef,efd->btd", inner, w["down"].astype(x.dtype)) / EXPERTS, None
+        inner = inner * jax.nn.softmax(w["share"])[:, None].astype(x.dtype)
+        return jnp.einsum("btef,efd->btd", inner, w["down"].astype(x.dtype)), None
 
 
 class Boulder(DenseFamily):
@@ -93,12 +97,15 @@ class Gravel(DenseFamily):
 
 BOULDER = Boulder("boulder", "BoulderForCausalLM", qkv_bias=False, layer_prefix="rock/{}/")
 GRAVEL = Gravel("gravel", "GravelForCausalLM", qkv_bias=False)
+PUMICE = DenseFamily(
+    "pumice", "PumiceForCausalLM", qkv_bias=False, head_style="qwen3_next", mtp_key="heads_below"
+)
 
 
 @pytest.fixture(autouse=True)
 def families(monkeypatch):
     monkeypatch.setattr(FAMILIES, "rows", dict(FAMILIES.rows))
-    for name in ("BOULDER", "GRAVEL"):
+    for name in ("BOULDER", "GRAVEL", "PUMICE"):
         add_family(f"{__name__}:{name}")
 
 
@@ -134,6 +141,30 @@ def test_what_is_exported_loads_back_exactly_on_one_device_and_on_a_mesh(model_t
     hf.save_checkpoint(tmp_path / "again", cfg, *loaded)
     first, second = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "again"))
     assert_same(second, first)
+
+
+def test_an_array_has_a_dtype_of_its_own_in_memory_in_files_and_where_it_decodes(tmp_path):
+    cfg = config("gravel").running(param_dtype="bfloat16", compute_dtype="bfloat16")
+    params = init_params(cfg, 3)
+    hf.save_checkpoint(tmp_path / "out", cfg, params, dtype="bfloat16")
+    loaded = hf.load_checkpoint(tmp_path / "out", "bfloat16")[1]
+    assert_same(loaded, params)
+    for tree in (params, load_model(tmp_path / "out", "bfloat16").policy):
+        decoded = to_decode_layout(tree, cfg)["layers"][0]
+        for arrays in (tree["layers"], decoded):
+            assert arrays["share"].dtype == jnp.float32 and arrays["up"].dtype == jnp.bfloat16
+
+
+def test_a_head_and_its_layer_have_prefixes_of_their_own(tmp_path):
+    cfg = config("pumice", mtp_num_layers=1)
+    params, head = init_params(cfg, 3), init_head_params(cfg, 4)
+    hf.save_checkpoint(tmp_path / "out", cfg, params, head)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["heads_below"] == 1
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} < names
+    found, *loaded = hf.load_checkpoint(tmp_path / "out")
+    assert found == cfg
+    assert_same(loaded, [params, head])
 
 
 def test_tensors_hold_experts_one_by_one_and_projections_together(tmp_path):
