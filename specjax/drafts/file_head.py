@@ -257,10 +257,13 @@ class FileHead(HeadSource):
         return len(self.cfg.taps) * self.cfg.target_width
 
     def embedded(self, model, head: Any, tokens):
-        """Looks up the embeddings of tokens in the head's own table, or in the target's."""
+        """Looks up the embeddings of tokens in the head's own table, or in the target's.
+
+        Published heads take the target's embeddings as its table has them (vLLM, SpecForge).
+        """
         if self.cfg.own_embedding:
             return embed_tokens(head.w["embed"], tokens, self._target_sized())
-        return model.embed_tokens(tokens)
+        return model.embed_tokens(tokens, scaled=False)
 
     def logit_form(self, model) -> LogitForm:
         """Returns that of the head, if the matrix is its own."""

@@ -120,8 +120,10 @@ class Transformer(nnx.Module):
 
     # --- between tokens, states and logits -----------------------------------------------------
 
-    def embed_tokens(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return embed_tokens(self.embed.get_value(), tokens, self.cfg)
+    def embed_tokens(self, tokens: Int[Array, "..."], scaled: bool = True) -> Float[Array, "... D"]:
+        """Looks up embeddings; not `scaled`, they are as the table has them."""
+        cfg = self.cfg if scaled else self.cfg.replace(embedding_multiplier=1.0)
+        return embed_tokens(self.embed.get_value(), tokens, cfg)
 
     def final_norm(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps, self.cfg.norm_offset)

@@ -27,7 +27,7 @@ class Target(NamedTuple):
     def cfg(self):
         return SimpleNamespace(logits=LogitForm())
 
-    def embed_tokens(self, tokens):
+    def embed_tokens(self, tokens, scaled=True):
         return self.embed[jnp.clip(tokens, 0, len(self.embed) - 1)]
 
     def head_weight(self):

@@ -89,10 +89,21 @@ def test_a_key_of_another_family_is_refused_by_name(model_type, key, value):
     assert read({**raw, key: None}) == read(raw)
 
 
-@pytest.mark.parametrize("key", ["unsloth_fixed", "is_llama_config", "torchscript"])
-def test_a_key_that_is_about_nothing_that_is_computed_is_left_alone(key):
-    raw = transformers.AutoConfig.for_model("llama").to_dict()
-    assert read({**raw, key: True}) == read(raw)
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("llama", {"unsloth_fixed": True, "is_llama_config": True, "rope_interleaved": False}),
+        ("llama", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}),
+        ("qwen2", {"use_mrope": False, "max_window_layers": 21, "sliding_window": 131_072}),
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}),
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        ("phi3", {"sliding_window": 262_144}),
+        ("smollm3", {"max_window_layers": 28, "pretraining_tp": 2}),
+    ],
+)
+def test_keys_of_published_files_that_change_nothing_are_left_alone(model_type, more):
+    raw = transformers.AutoConfig.for_model(model_type).to_dict()
+    assert read({**raw, **more}) == read(raw)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class Sgd:
 
     lr: float = 1.0
 
-    def build(self) -> optax.GradientTransformation:
+    def build(self, decayed) -> optax.GradientTransformation:
         return optax.sgd(self.lr)
 
 

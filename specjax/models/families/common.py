@@ -73,7 +73,7 @@ _COMPUTING = re.compile(
     "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp"
 )
 _INERT = re.compile(
-    "dropout|pdrop|initializer|implementation|cache|output_|aux|^_|^problem|version"
+    "dropout|pdrop|initializer|implementation|cache|output_|aux|version|max_window|^_"
 )
 
 
@@ -93,6 +93,8 @@ def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
             value == 1 and re.search("scal|multipl|factor|parallel", name) is not None
         )
 
+    if keys.raw.get("use_sliding_window") is False:
+        inert = {*inert, "sliding_window"}
     unread = [
         f"{name} {shown(value)}"
         for name, value in keys.raw.items()
@@ -102,15 +104,20 @@ def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
     refuse(keys, unread)
 
 
-def read_heads(keys: Keys) -> tuple[int, ...]:
-    """Reads the numbers of query heads and of key and value heads, and the size of a head."""
+def read_heads(keys: Keys, has_size: bool) -> tuple[int, ...]:
+    """Reads the numbers of query heads and of key and value heads, and the size of a head.
+
+    Args:
+      has_size: whether files say the size of a head, or the width is divided among the heads where
+        they do not.
+    """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     kv_heads = keys.integer("num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise keys.error(
             "num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}"
         )
-    head_dim = keys.integer("head_dim", None)
+    head_dim = keys.integer("head_dim") if has_size else keys.integer("head_dim", None)
     if head_dim is None:
         if hidden % heads:
             raise keys.error(

@@ -96,7 +96,7 @@ class DenseFamily:
     def read(self, keys: Keys) -> ModelConfig:
         """See `Family.read`."""
         keys = keys.with_defaults(self.defaults)
-        heads, kv_heads, head_dim = common.read_heads(keys)
+        heads, kv_heads, head_dim = common.read_heads(keys, "head_dim" in self.defaults)
         count = keys.integer("num_hidden_layers", most=common.MOST_LAYERS)
         common.refuse(keys, common.not_dense(keys))
         activation = keys.text(self.activation_key, self.activation)

@@ -16,7 +16,7 @@ GEMMA = {
     "scaled_embedding": True,
     "activation": "gelu_pytorch_tanh",
     "activation_key": "hidden_activation",
-    "inert": ("hidden_act",),  # of older files, which transformers does not read
+    "inert": ("hidden_act", "sliding_window_size"),  # which transformers does not read
 }
 
 FAMILY = SlidingFamily(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.checked_json import Keys
 from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place, Stored, TensorSlice
 from specjax.models.families.mistral import MistralFamily
@@ -13,6 +14,11 @@ from specjax.models.rope import LongScaling
 
 class Phi3Family(MistralFamily):
     """Mistral's windows, and files in which projections that share an input are one tensor."""
+
+    def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
+        """Passes over a window that leaves no position out, as Phi-3.5's."""
+        windows, longest = super().windows(keys, layers), keys.integer("max_position_embeddings")
+        return tuple(None if window and window >= longest else window for window in windows)
 
     def stored(self, cfg: ModelConfig, layer: Layer | None) -> Mapping[str, Place]:
         places = dict(super().stored(cfg, layer))
@@ -41,5 +47,5 @@ class Phi3Family(MistralFamily):
 
 FAMILY = Phi3Family(
     "phi3", "Phi3ForCausalLM", qkv_bias=False, partial_rotary=True,
-    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, inert=("full_attn_mod",),
 )  # fmt: skip

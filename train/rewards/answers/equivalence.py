@@ -248,10 +248,12 @@ def _same_ratios(gold: str, found: str) -> bool | None:
     if len(mine) == len(theirs) == 1 or not all(mine + theirs) or _is_text(gold + found):
         return None
     if len(mine) == len(theirs):
-        crossed = zip(mine, mine[1:], theirs, theirs[1:], strict=False)
-        return all(
-            _same_formula(f"({a}) \\cdot ({d})", f"({c}) \\cdot ({b})") for a, b, c, d in crossed
-        )
+        (a, *rest), (b, *others) = mine, theirs
+        crossed = [
+            _same_formula(f"({a}) \\cdot ({d})", f"({b}) \\cdot ({c})")
+            for c, d in zip(rest, others, strict=True)
+        ]
+        return all(crossed) and _same_formula(a, "0") == _same_formula(b, "0")
     if {len(mine), len(theirs)} != {1, 2}:
         return False
     return _same_formula(
