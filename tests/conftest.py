@@ -176,7 +176,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"SPECJAX_TESTS must be 'all', 'jax' or 'part', got {_TESTS!r}")
 
 
-PARTS = 12  # so that one of them takes less than ten minutes of two cores
+PARTS = 96  # so that one of them takes two or three minutes of two cores
 _left_out = {"tests": 0}  # how many of them
 
 
