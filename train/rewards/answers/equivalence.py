@@ -8,6 +8,7 @@ is a list, a tuple, a ratio or words:
     x=1, y=2; (x,y)=(1,2)   the values in the order of the names: `y=1, x=2` is (2,1)
     x=5; 2+3=5              the value; steps before it have to be right
     5 apples, 50%, 1,234    numbers with units (see `quantity`)
+    12/25/2020              a gold answer that is a date is one, and no arithmetic
     6:15; 6:15 p.m.         a gold answer that may be a time of day is one, and no ratio
     3:4; 1:2:3              ratios, by proportion
     June 20, Evelyn         words without regard to case, quotes and commas; numbers, operators and
@@ -16,8 +17,8 @@ is a list, a tuple, a ratio or words:
     (1,2); [1,2)            in order, with the same brackets
     2+3, 6 \\cdot 7          arithmetic that was not carried out is right only if the gold answer is
                             such arithmetic, too
-    anything else           one formula, as math-verify says; numbers are equal to 40 digits, or
-                            rounded as in `quantity`
+    anything else           one formula, as math-verify says; numbers are equal to 2,000
+                            decimals, or rounded as in `quantity`
 
 sympy may run forever on a policy's text: worker processes that call this are ended when the time is
 up.
@@ -90,6 +91,8 @@ def _in_order(gold: Sequence[str], found: Sequence[str]) -> bool:
 
 def _in_any_order(gold: Sequence[str], found: Sequence[str]) -> bool:
     left = list(found)
+    if len(gold) != len(found):
+        return False
     for element in gold:
         place = next((i for i, other in enumerate(left) if _same(element, other)), None)
         if place is None:
@@ -107,9 +110,10 @@ def _same_numerals(gold: str, found: str) -> bool | None:
     return gold == found if either else None
 
 
-# A choice with its text, as `\\textbf{(D)}\\ 12`.
+# A choice with its text, as `\\textbf{(D)}\\ 12`, `(D) 12` and `D. 12`.
 _LABELLED = re.compile(
-    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*(?!,|and\b|or\b)(\S.*)"
+    r"(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*|\(([A-Z])\)\s+"
+    r"|([A-Z])[.:]\s+(?![a-zA-Z]))(?!,|and\b|or\b|\([A-Z]\)|[-+*/=<>]\s|\\(?:c[ua]p|cdot|times|[lgn]e|in)(?![a-zA-Z]))(\S.*)"
 )
 _LETTER = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 
@@ -117,7 +121,7 @@ _LETTER = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 def _choice(text: str) -> tuple[list[str], str]:
     """The letters of `(C)`, `\\text{C}` or `A and D`, in order, and the text behind one."""
     if labelled := _LABELLED.fullmatch(text):
-        return [labelled[1]], labelled[2]
+        return [labelled[1] or labelled[2] or labelled[3]], labelled[4]
     letters = [_LETTER.fullmatch(part) for part in split(unwrapped(text), COMMA)]
     return (sorted(m[1] or m[2] for m in letters), "") if all(letters) else ([], text)
 
@@ -202,6 +206,19 @@ def _same_quantities(gold: str, found: str) -> bool | None:
     """Compares numbers with units; None if one is no number."""
     mine, theirs = read_quantity(gold), read_quantity(found)
     return mine.equals(theirs) if mine and theirs else None
+
+
+_DATE = re.compile(r"(\d{1,4})([-/])(\d{1,2})\2(\d{1,4})", re.ASCII)
+
+
+def _same_dates(gold: str, found: str) -> bool | None:
+    """Compares a date with anything; None if the gold answer is none."""
+    mine, theirs = _DATE.fullmatch(gold), _DATE.fullmatch(found)
+    if mine is None:
+        return None
+    if theirs is None or mine[2] != theirs[2]:
+        return False
+    return all(int(mine[place]) == int(theirs[place]) for place in (1, 3, 4))
 
 
 _CLOCK = re.compile(
@@ -315,6 +332,7 @@ _RULES = (
     _same_choice,
     _same_names,
     _same_values,
+    _same_dates,
     _same_quantities,
     _same_times,
     _same_ratios,
@@ -372,21 +390,31 @@ def _same_formula(gold: str, found: str) -> bool:
     )
 
 
+_DIGITS = 2_000  # behind the point: 1 - 2^{-2019} is not 1
+_MOST_DIGITS = 100_000  # before it
+
+
 def _same_number(gold: Any, found: Any) -> bool:
-    """Whether two numbers are equal to 40 digits, or to 12 if one has a decimal point."""
+    """Whether two numbers are equal to all these digits, or to 12 if one has a decimal point."""
     if gold == found or (gold.is_Rational and found.is_Rational):
         return gold == found
-    digits = 12 if gold.has(sympy.Float) or found.has(sympy.Float) else 40
-    difference, size = (abs(sympy.N(x, digits + 10)) for x in (gold - found, gold))
-    return bool(difference <= size * sympy.Rational(1, 10**digits))
+    size = abs(sympy.N(gold, 20))
+    if gold.has(sympy.Float) or found.has(sympy.Float):
+        return bool(abs(sympy.N(gold - found, 22)) <= size * sympy.Rational(1, 10**12))
+    length = int(sympy.log(size, 10)) if size > 1 else 0
+    if length > _MOST_DIGITS:
+        return False
+    difference = abs(sympy.N(gold - found, 20, maxn=length + _DIGITS + 20))
+    return bool(difference <= sympy.Rational(1, 10**_DIGITS) * (size if 0 < size < 1 else 1))
 
 
 def _rounds(text: str, exact: Any) -> bool:
     """Whether the decimal `text` is the number `exact`, rounded to enough digits."""
     quantity, value = read_quantity(text), sympy.N(exact, 60)
-    return bool(
-        quantity and value.is_Float and quantity.rounds(Fraction(str(sympy.Rational(value))))
-    )
+    if not quantity or not value.is_Float:
+        return False
+    exact = sympy.Rational(value)
+    return quantity.rounds(Fraction(int(exact.p), int(exact.q)))
 
 
 _LETTERS = re.compile(
