@@ -76,10 +76,12 @@ class Admin:
         dtype = llm.cfg.run.param_dtype
         if head is not None:
             require_same_draft(found.source, llm.source)
-            head = weights.cast_floats(weights.fitted_to(llm.head, head, "the draft head"), dtype)
+            head = weights.fitted_to(llm.head, head, "the draft head")
+            head = weights.cast_floats(head, dtype, llm.source.network)
         if alone:
             return None, head
-        policy = weights.cast_floats(weights.fitted_to(llm.params, policy, "the policy"), dtype)
+        policy = weights.fitted_to(llm.params, policy, "the policy")
+        policy = weights.cast_floats(policy, dtype, llm.cfg)
         if not checksum(policy, dtype).finite:
             raise ValueError("the policy's weights are not finite; it could generate nothing")
         return policy, head
@@ -200,7 +202,10 @@ def _require_same(new: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
     """Raises ValueError if new weights are of another model than `cfg`."""
     ignored = _MAY_DIFFER if has_head else (*_MAY_DIFFER, *_HEAD_FIELDS)
     names = [name for name in cfg.__dataclass_fields__ if name not in ignored]
-    new, cfg = (c.replace(eos_token_ids=tuple(sorted(c.eos_token_ids))) for c in (new, cfg))
+    # The server fixed the longest sequence.
+    new, cfg = (
+        c.for_length(1).replace(eos_token_ids=tuple(sorted(c.eos_token_ids))) for c in (new, cfg)
+    )
     if any(getattr(new, name) != getattr(cfg, name) for name in names):
         name, got, served = differing_setting(new, cfg, names)
         raise ValueError(f"its {name} is {got!r}, that of the model served is {served!r}")

@@ -814,6 +814,10 @@ class Draft(Protocol):
         """Returns the draft with another config of its network: the engine chose the kernels."""
         raise NotImplementedError(_lacks(type(self), "with_network"))
 
+    def for_length(self, longest: int) -> Draft:
+        """Returns the draft for sequences of at most so many tokens, see `ModelConfig`."""
+        return self.with_network(self.network.for_length(longest)) if self.network else self
+
     def axes(self) -> Axes:
         """Returns the logical axes of the draft's parameters by their names, see `Param`."""
         return {}

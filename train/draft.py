@@ -146,7 +146,8 @@ class HeadTrainer:
         loaded = load_model(cfg.model, dtype)
         self.params = loaded.policy
         model = loaded.cfg.replace(mtp_num_layers=0).running(compute_dtype=dtype, remat=False)
-        model = model.for_length(cfg.packing.row_length)
+        longest = cfg.rollout.longest if cfg.data.texts is None else cfg.packing.row_length
+        model, self.longest = model.for_length(longest), longest
         self.model = with_tokenizer_end(model, self.tokenizer)
         # What is wrong with them is said before the policy answers prompts.
         always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)
@@ -258,7 +259,8 @@ class HeadTrainer:
             )
         # Updates give the memory of the head's arrays away: no second name keeps them.
         given, self._given_head = self._given_head, None
-        self.source, self.head = given or start_head(cfg, model, self.params, ids)
+        source, self.head = given or start_head(cfg, model, self.params, ids)
+        self.source = source.for_length(self.longest)
         del given
         size = sum(a.size for a in jax.tree.leaves(self.head))
         begins = "a new one" if cfg.init is None else f"from init={cfg.init}"

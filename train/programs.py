@@ -171,6 +171,7 @@ def _engines(
         if not spec.is_off and (source is None or trains(source)):
             laid = laid_out(decoder, mesh)
             drafts_with = head_of(laid) if source is None else run_as(source, laid.run)
+        drafts_with = drafts_with and drafts_with.for_length(longest_of(cfg))
         return Engine(
             decoder,
             spec,
@@ -362,10 +363,15 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     """Returns a checkpoint's model config as the run computes: dtype, and longest sequence."""
+    return model.running(**as_run(cfg)).for_length(longest_of(cfg))
+
+
+def longest_of(cfg: RLConfig) -> int:
+    """Returns the number of tokens of the longest sequence that a run may generate."""
     sets = asked_sets(cfg.eval, cfg.rollout)
-    rollout = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
-    longest = max(rollout, *(entry.longest for entry in sets), 1)
-    return model.running(**as_run(cfg)).for_length(longest)
+    return max(
+        cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens, *(x.longest for x in sets), 1
+    )
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
@@ -396,7 +402,9 @@ def build_programs(
     if cfg.eval.any:
         chunk_features(cfg, model, evaluating=True)
     trained_online = speculate and cfg.draft.mode == "online"
-    trained = run_as(source or head_of(model), model.run) if trained_online else None
+    trained = None
+    if trained_online:
+        trained = run_as(source or head_of(model), model.run).for_length(longest_of(cfg))
     policy = PolicyTrainer(
         model,
         loss,

@@ -281,7 +281,7 @@ def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
 def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
     cfg = model.cfg.running(param_dtype=dtype)
     policy = cast_floats(model.policy, dtype, model.cfg)
-    head = model.head and cast_floats(model.head.params, dtype)
+    head = model.head and cast_floats(model.head.params, dtype, model.head.source.network)
     place = None if model.tokenizer is None else TOKENIZER
     about = describe_head(model.head and model.head._replace(params=head))
     meta = {"step": step, **describe(cfg, place, about)}

@@ -5,7 +5,7 @@ at a time in the target dtype, and reads only the slices that each device holds:
 parameter exists twice in host memory. Saved directories load in transformers.
 
 config.json has two dialects: transformers 5 writes `dtype`, older files have `torch_dtype`. Both
-are read, and both are written. The family defines the layers, see `specjax.models.families`. A
+are read and written. The family defines the layers, see `specjax.models.families`. A
 config with a feature that the transformer here does not compute is an error: a checkpoint is run as
 exactly what it is, or refused.
 
@@ -113,7 +113,7 @@ def read_stored_config(path: str | Path) -> ModelConfig:
     """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
     cfg, reader = read_config(path), open_checkpoint(path)
     try:
-        return _as_stored(Path(path), cfg, named(cfg, reader.tensors(), path))
+        return _as_stored(Path(path), cfg, named(cfg, reader.tensors()))
     except (CheckpointError, UnsupportedModelError):
         return cfg  # loading raises the error
 
@@ -154,9 +154,18 @@ def config_of(
 
 
 def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a model's text, and what is said of the whole model beside it."""
+    """Returns the config of a model's text, and what is said of the whole model beside it.
+
+    The text's values are used where both say something, but tokens that end a sequence are those of
+    both, as transformers has them in generation_config.json.
+    """
     whole = {name: value for name, value in raw.items() if not isinstance(value, dict)}
-    return {**whole, **Keys(file, raw).within("text_config").raw}
+    whole.pop("architectures", None)  # of the whole model
+    text = dict(Keys(file, raw).within("text_config").raw)
+    ends = [one.pop("eos_token_id", None) for one in (whole, text)]
+    listed = [end if isinstance(end, list) else [end] for end in ends if end is not None]
+    text = {name: value for name, value in text.items() if value is not None or name not in whole}
+    return {**whole, **text, "eos_token_id": [end for several in listed for end in several]}
 
 
 def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
@@ -361,19 +370,22 @@ def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, 
     return piece.swapaxes(-1, -2) if stored.transpose else piece
 
 
-def named(cfg: ModelConfig, tensors: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+def named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a file by the family's names, without those that it ignores."""
-    family, found, left_out = family_of(cfg.model_type), {}, []
-    for name, tensor in tensors.items():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored):
-            left_out.append(name)
-            continue
+    family = family_of(cfg.model_type)
+
+    def renamed(name: str) -> str:
         begins = next((begin for begin in family.renamed if name.startswith(begin)), "")
-        found[family.renamed.get(begins, "") + name.removeprefix(begins)] = tensor
-    if left_out:
-        first = ", ".join(left_out[:3])
-        log.info("%s: %d tensors are left out: %s ...", path, len(left_out), first)
-    return found
+        return family.renamed.get(begins, "") + name.removeprefix(begins)
+
+    ignored = _ignored(cfg, tensors)
+    return {renamed(name): tensor for name, tensor in tensors.items() if name not in ignored}
+
+
+def _ignored(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Returns the names of the tensors that the family leaves out."""
+    patterns = family_of(cfg.model_type).ignored
+    return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
 # --- tied embeddings ----------------------------------------------------------------------------
@@ -450,7 +462,11 @@ def load_checkpoint(
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    weights = named(cfg, reader.tensors(), path)
+    tensors = reader.tensors()
+    if names := _ignored(cfg, tensors):
+        first = ", ".join(names[:3])
+        log.warning("%s: %d tensors are left out: %s ...", path, len(names), first)
+    weights = named(cfg, tensors)
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:

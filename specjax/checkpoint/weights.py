@@ -367,7 +367,7 @@ def read_draft(
     if params is None:
         raise CheckpointError(f"{path} holds no draft head; expected one")
     params = fitted_to(wanted, params, f"the draft head in {path}")
-    return placed(Head(source, cast_floats(params, target.run.param_dtype)), mesh)
+    return placed(Head(source, cast_floats(params, target.run.param_dtype, source.network)), mesh)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -422,7 +422,8 @@ def load_model(
         dtype = resolve_dtype(dtype, stored, platform)
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
         policy = cast_floats(policy, dtype, cfg)
-        head = head and Head(run_as(head.source, cfg.run), cast_floats(head.params, dtype))
+        params = head and cast_floats(head.params, dtype, head.source.network)
+        head = head and Head(run_as(head.source, cfg.run), params)
     if mesh is not None:
         policy = sharding.put(policy, sharding.param_shardings(mesh, policy, param_axes(cfg)))
         head = head and placed(head, mesh)

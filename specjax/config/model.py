@@ -34,16 +34,6 @@ class Layer:
     def __post_init__(self):
         choice("norms", self.norms, ("before", "after", "both"))
 
-    @property
-    def normed_before(self) -> bool:
-        """Whether mixer and mlp take normed states."""
-        return self.norms != "after"
-
-    @property
-    def normed_after(self) -> bool:
-        """Whether what mixer and mlp return is normed."""
-        return self.norms != "before"
-
 
 @dataclasses.dataclass(frozen=True)
 class LogitForm:

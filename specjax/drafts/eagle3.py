@@ -39,6 +39,7 @@ from specjax.interfaces import Level, Param, Params, Stored, Where
 from specjax.models.layers import block, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
+from specjax.models.rope import Rope
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import embed_tokens
 from specjax.parallel.sharding import whole_rows
@@ -149,12 +150,13 @@ class Eagle3Source(FileHead):
         if policy is None:
             return source, params
         columns = vocabulary.head_of(policy)
+        columns = columns.astype(jnp.float32) * target.logits.multiplier
         if ids is not None:
             columns = jnp.take(columns, params["ids"], axis=1)
         dtype = params["norm"].dtype
         # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
         params["lm_head"] = jnp.array(columns, dtype)
-        params["norm"] = jnp.array(policy["norm"], dtype)
+        params["norm"] = jnp.array(policy["norm"] + (1 if target.norm_offset else 0), dtype)
         return source, params
 
     def init(self, seed: int) -> Params:
@@ -312,12 +314,16 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
             "a new EAGLE-3 head has attention like the target's, and none of the target's layers "
             f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}"
         )
+    # Files of heads have no interleaved or partial rotation. A head has no window: where the target
+    # has several rotary embeddings, it takes that of the layers without one.
+    whole = [m for m in attention if m.rope.share == 1 and not m.rope.interleaved]
+    ropes = [m.rope for m in whole if m.window is None] or [m.rope for m in whole]
     last, dense = attention[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
     mixer = Attention(
         last.num_heads,
         last.num_kv_heads,
         last.head_dim,
-        last.rope,
+        ropes[-1] if ropes else Rope(last.rope.theta),
         qk_norm=last.qk_norm,
         norm_eps=target.rms_norm_eps,
     )

@@ -271,11 +271,10 @@ class FileHead(HeadSource):
 
     def own_proposal(self, model, params: Params, normed) -> Proposal:
         """Multiplies by the head's columns, or takes its tokens of the target's logits."""
-        ids = params.get("ids")
-        if self.cfg.own_head:
-            return Proposal(lm_logits(normed, params["lm_head"], self.logit_form(model)), ids)
-        logits = lm_logits(normed, model.head_weight(), self.logit_form(model))
-        return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
+        ids, has_own = params.get("ids"), self.cfg.own_head
+        head = params["lm_head"] if has_own else model.head_weight()
+        logits = lm_logits(normed, head, self.logit_form(model))
+        return Proposal(logits if has_own or ids is None else jnp.take(logits, ids, axis=-1), ids)
 
     def all_rows_alike(
         self, model: Any, params: Params, normed: Float[Array, "B 1 D"], level: Level

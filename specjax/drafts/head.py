@@ -293,7 +293,7 @@ class HeadSource(Draft):
 
     def own_proposal(self, model: Any, params: Params, normed: Float[Array, "B R D"]) -> Proposal:
         """Proposes what follows normed states; by default by the target's language-model head."""
-        return Proposal(lm_logits(normed, model.head_weight(), model.cfg.logits))
+        return Proposal(lm_logits(normed, model.head_weight(), self.logit_form(model)))
 
     # --- training --------------------------------------------------------------------------------
 

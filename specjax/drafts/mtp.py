@@ -51,20 +51,27 @@ HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recyc
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
-    """The decoder layer of each module: the model's last one, without a window.
+    """The decoder layer of each module: a model's layer `layer_number`, without a window.
 
     Raises:
       ValueError: that layer keeps recurrent state, which a head cannot.
     """
-    mixer = cfg.layers[-1].mixer
+    layer = cfg.layers[layer_number(cfg)]
+    mixer = layer.mixer
     if getattr(mixer, "window", None) is not None:
         mixer = dataclasses.replace(mixer, window=None)
-    layer = dataclasses.replace(cfg.layers[-1], mixer=mixer)
+    layer = dataclasses.replace(layer, mixer=mixer)
     if cost(cfg.replace(layers=(layer,)), 1).slot:
         raise ValueError(
             f"an MTP head is like the model's last layer, and {mixer.kind} keeps recurrent state"
         )
     return layer
+
+
+def layer_number(cfg: ModelConfig) -> int:
+    """The number of the last layer, but for attention without a rotary embedding (SmolLM3)."""
+    shares = [getattr(getattr(layer.mixer, "rope", None), "share", 1) for layer in cfg.layers]
+    return max((number for number, share in enumerate(shares) if share), default=len(shares) - 1)
 
 
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:
@@ -150,17 +157,17 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
 
 
 def last_layer(cfg: ModelConfig, policy: Params) -> Params:
-    """Returns the arrays of a model's last layer by their names.
+    """Returns the arrays of a model's layer `layer_number` by their names.
 
     Args:
       policy: the model's parameters as they are trained, or with one entry per layer.
     """
-    layers = policy["layers"]
-    if (cfg.num_layers - 1) in layers:
-        return dict(layers[cfg.num_layers - 1])
-    last = stacks(cfg.layers)[-1]
-    row = last.numbers.index(cfg.num_layers - 1)
-    return jax.tree.map(lambda array: array[row], dict(part_of(layers, last)))
+    layers, number = policy["layers"], layer_number(cfg)
+    if number in layers:
+        return dict(layers[number])
+    stack = next(stack for stack in stacks(cfg.layers) if number in stack.numbers)
+    row = stack.numbers.index(number)
+    return jax.tree.map(lambda array: array[row], dict(part_of(layers, stack)))
 
 
 def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -> Params:

@@ -199,8 +199,7 @@ class LLM:
         if max_len is None:
             self._shorten(source)
         self.cfg = cfg = cfg.for_length(self.max_len)
-        if source is not None and source.network is not None:
-            source = source.with_network(source.network.for_length(self.max_len))
+        source = source and source.for_length(self.max_len)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
         self.params, self.source = params, source

@@ -111,7 +111,8 @@ def block(
 
     def added(x: Array, out: Array, name: str) -> Array:
         out, factor = normed(split(out), name), layer.residual_multiplier
-        return x + (out if factor == 1.0 else out * factor)
+        # bfloat16 would round the factor itself.
+        return x + (out if factor == 1.0 else (out.astype(jnp.float32) * factor).astype(out.dtype))
 
     if inputs is None:
         inputs = normed(x, "input_norm")

@@ -1,4 +1,4 @@
-"""Rotary position embedding, in the half-rotation layout of Hugging Face checkpoints."""
+"""Rotary position embedding, in the two layouts of Hugging Face checkpoints."""
 
 from __future__ import annotations
 

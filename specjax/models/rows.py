@@ -18,10 +18,10 @@ from specjax.interfaces import Axes, Param, Params, Stored
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
     """Returns the rows of a layer's arrays: those of its norms, its mixer and its mlp."""
     names = {}
-    if layer.normed_before:
-        second = "pre_feedforward" if layer.normed_after else "post_attention"
+    if layer.norms != "after":
+        second = "pre_feedforward" if layer.norms == "both" else "post_attention"
         names = {"input_norm": "input", "post_norm": second}
-    if layer.normed_after:
+    if layer.norms != "before":
         names |= {"mixed_norm": "post_attention", "mlp_norm": "post_feedforward"}
     init = 0 if layer.norm_offset else None
     norms = {

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint import huggingface as hf
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.mtp import MTPSource
 from specjax.registry import FAMILIES
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -79,7 +81,9 @@ def test_each_key_changes_the_config_or_is_refused_by_name(model_type):
         ("olmo2", "clip_qkv", 8.0), ("gemma2", "use_bidirectional_attention", True),
         ("granite", "num_local_experts", 8), ("phi3", "use_qk_norm", True),
         ("smollm3", "mlp_bias", True), ("gemma3_text", "attention_chunk_size", 64),
-        ("llama", "some_new_scaling", 3.0),
+        ("llama", "some_new_scaling", 3.0), ("llama", "use_parallel_residual", True),
+        ("llama", "output_multiplier", 2.0), ("llama", "swiglu_limit", 7.0),
+        ("olmo2", "is_neox_style", False), ("qwen3", "use_rope", False),
     ],
 )  # fmt: skip
 def test_a_key_of_another_family_is_refused_by_name(model_type, key, value):
@@ -93,6 +97,10 @@ def test_a_key_of_another_family_is_refused_by_name(model_type, key, value):
     ("model_type", "more"),
     [
         ("llama", {"unsloth_fixed": True, "is_llama_config": True, "rope_interleaved": False}),
+        (
+            "llama",
+            {"is_causal": True, "use_rope": True, "logit_scale": 1.0, "kv_cache_dtype": "x"},
+        ),
         ("llama", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}),
         ("qwen2", {"use_mrope": False, "max_window_layers": 21, "sliding_window": 131_072}),
         ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}),
@@ -130,17 +138,17 @@ def test_the_text_of_a_model_that_reads_images_is_loaded_without_what_reads_them
     second."""
     source = GOLDEN / "gemma3_text"
     raw = json.loads((source / "config.json").read_text())
-    text = {k: v for k, v in raw.items() if k not in ("eos_token_id", "dtype", "architectures")}
+    text = {**raw, "eos_token_id": 3, "dtype": None}
     outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
-    outer |= {"eos_token_id": [2, 3], "dtype": raw["dtype"], "mm_tokens_per_image": 4}
+    outer |= {"eos_token_id": [2], "dtype": raw["dtype"], "mm_tokens_per_image": 4}
+    outer["architectures"] = ["Gemma3ForConditionalGeneration"]
     (tmp_path / "config.json").write_text(json.dumps(outer))
     tensors = load_file(source / "model.safetensors")
     tensors = {name.replace("model.", prefix, 1): array for name, array in tensors.items()}
     for name in ("vision_tower.embed.weight", "multi_modal_projector.weight"):
         tensors[name] = np.zeros((2, 2), np.float32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with caplog.at_level("INFO"):
-        cfg, params, _ = hf.load_checkpoint(tmp_path)
+    cfg, params, _ = hf.load_checkpoint(tmp_path)
     assert "2 tensors are left out" in caplog.text and "vision_tower" in caplog.text
     wanted, arrays, _ = hf.load_checkpoint(source)
     assert cfg == wanted
@@ -156,10 +164,50 @@ def test_an_old_config_of_gemma3_that_says_little_has_the_defaults_of_transforme
         "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }  # fmt: skip
-    cfg = read({"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16"})
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    cfg = read({"model_type": "gemma3", **whole, "text_config": text, "torch_dtype": "bfloat16"})
     full, local = cfg.layers[5].mixer, cfg.layers[0].mixer
     assert (full.window, local.window) == (None, 1024)
     assert (full.rope.theta, full.rope.scaling.factor) == (1e6, 8.0)
     assert (local.rope.theta, local.rope.scaling) == (1e4, None)
     assert (local.num_heads, local.num_kv_heads, local.head_dim) == (8, 4, 256)
+    assert cfg.eos_token_ids == (1, 106)
     assert (cfg.vocab_size, cfg.max_position, cfg.tie_embeddings) == (262_208, 131_072, True)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_new_eagle3_head_for_any_family_is_written_as_config_json(model_type):
+    cfg = read(transformers.AutoConfig.for_model(model_type).to_dict())
+    raw, source = Eagle3Source.of(cfg).saved("float32")
+    body = raw["transformer_layer_config"]
+    rope = source.network.layers[0].mixer.rope
+    assert body["rope_parameters"]["rope_theta"] == rope.theta
+    assert (body["hidden_size"], rope.share, rope.interleaved) == (cfg.hidden_size, 1, False)
+    [layer] = MTPSource.of(cfg).bound({}).layers
+    assert layer.mixer.rope.share > 0
+
+
+def test_ropes_by_layer_type_are_written_in_the_old_dialect_too():
+    text = {**transformers.AutoConfig.for_model("gemma3_text").to_dict(), "rope_parameters": None}
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear"}}
+    old["rope_scaling"]["factor"] = 8.0
+    cfg = read({**text, **old})
+    raw = hf.config_json(cfg, False, "float32")
+    assert {name: raw[name] for name in old} == old
+    assert read(raw) == cfg == read({**raw, "rope_scaling": None})
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        read({**raw, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+
+
+def test_longrope_is_written_as_transformers_4_accepts_it():
+    raw = json.loads((GOLDEN / "phi3" / "config.json").read_text())
+    del raw["rope_parameters"]["attention_factor"]
+    raw |= {"max_position_embeddings": 131_072, "sliding_window": 262_144}
+    cfg = read(raw)
+    out = hf.config_json(cfg, False, "bfloat16")
+    assert out["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    assert read(out) == cfg
+    del out["rope_parameters"]
+    assert read(out) == cfg
+    with pytest.raises(CheckpointError, match="factors of longrope"):
+        read({**out, "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}})

@@ -70,11 +70,14 @@ def not_dense(keys: Keys) -> list[str]:
 _COMPUTING = re.compile(
     "cap|scal|multipl|rope|rotary|window|chunk|sink|norm|bias|expert|moe|router|lora|latent|conv|ssm"
     "|mamba|linear|alibi|clip|qk_|kv_|attn|attention|residual|parallel|layer_types|temperature_tun"
-    "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp"
+    "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp|limit|nope|head_size"
+    "|sandwich|neox|causal"
 )
 _INERT = re.compile(
-    "dropout|pdrop|initializer|implementation|cache|output_|aux|version|max_window|^_"
+    "^output_(attentions|hidden_states|router_logits)$|^use_cache$|kv_cache_|implementation|_version$"
+    "|dropout|pdrop|initializer|aux_loss|max_window|^_"
 )
+_USUALLY_TRUE = ("use_rope", "is_neox_style", "is_causal")
 
 
 def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
@@ -89,9 +92,11 @@ def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
     """
 
     def is_neutral(name: str, value: Any) -> bool:
-        return value in (None, False, 0, "", [], {}) or (
-            value == 1 and re.search("scal|multipl|factor|parallel", name) is not None
-        )
+        if name in _USUALLY_TRUE:
+            return value in (None, True)
+        is_one = value == 1 and not isinstance(value, bool)
+        factor = is_one and re.search("scal|multipl|factor|parallel", name) is not None
+        return factor or value in (None, False, 0, "", [], {})
 
     if keys.raw.get("use_sliding_window") is False:
         inert = {*inert, "sliding_window"}
@@ -140,14 +145,23 @@ def read_rope(keys: Keys, max_position: int, partial: bool = False) -> Rope:
     """
     new, old = _rope_objects(keys)
     # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
-    if new and old and _plain_rope(keys, new) != _plain_rope(keys, old):
+    ropes = {
+        name: _rope_of(keys, Keys(keys.file, raw, name), max_position, partial)
+        for name, raw in (("rope_parameters", new), ("rope_scaling", old))
+        if raw or (name == "rope_parameters" and not old)
+    }
+    return _agreed(keys, ropes, new, old)
+
+
+def _agreed(keys: Keys, ropes: Mapping[str, Rope], new: Mapping, old: Mapping) -> Rope:
+    """Returns the one rotary embedding of `rope_parameters` and `rope_scaling`."""
+    if len(set(ropes.values())) > 1:
         raise UnsupportedModelError(
             f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)} differ; "
             "expected one of the two, or both with the same parameters: remove what the model was "
             "not trained with"
         )
-    inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
-    return _rope_of(keys, Keys(keys.file, raw, inside), max_position, partial)
+    return next(iter(ropes.values()))
 
 
 def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict[str, Rope]:
@@ -161,20 +175,20 @@ def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict
       UnsupportedModelError: a type is not implemented, or `rope_parameters` are not by layer type.
     """
     new, old = _rope_objects(keys)
-    if (new and old) or not {*new} <= {*thetas}:
+    if not {*new} <= {*thetas}:
         raise UnsupportedModelError(
-            f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)}: expected "
-            f"rope_parameters for the layer types {', '.join(thetas)}, or rope_scaling"
+            f"{keys.file}: rope_parameters {shown(new)}: expected those of the layer types "
+            f"{', '.join(thetas)}"
         )
     found = {}
     for kind, name in thetas.items():
-        theta = keys.number(name, _THETA)
-        raw = new.get(kind) or {}
-        if not new and kind == [*thetas][-1]:
-            raw = old
-        raw = {"rope_theta": theta, **raw}
-        place = Keys(keys.file, raw, f"rope_parameters.{kind}")
-        found[kind] = _rope_of(keys, place, max_position, partial=False)
+        theta, ropes = keys.number(name, _THETA), {}
+        scaled = old if kind == [*thetas][-1] else {}
+        for place, raw in (("rope_parameters." + kind, new.get(kind)), ("rope_scaling", scaled)):
+            if raw or (place != "rope_scaling" and not scaled):
+                inside = Keys(keys.file, {"rope_theta": theta, **(raw or {})}, place)
+                ropes[place] = _rope_of(keys, inside, max_position, partial=False)
+        found[kind] = _agreed(keys, ropes, new, old)
     return found
 
 
@@ -230,13 +244,17 @@ def _scaling_of(keys: Keys, rope: Keys, kind: str, theta: float, max_position: i
         factor = rope.number("factor", None) or max_position / original
         magnitude = rope.number("attention_factor", None)
         if magnitude is None:
-            growth = math.log(max(factor, 1.0)) / math.log(original)
-            magnitude = math.sqrt(1 + growth)
+            magnitude = long_magnitude(factor, original)
         short, long = (tuple(map(float, rope.numbers(f"{x}_factor"))) for x in ("short", "long"))
         if not 0 < len(short) == len(long):
             raise rope.error("short_factor", "as many factors as long_factor has, one or more")
         return LongScaling(short, long, original, magnitude, max_position)
     return None
+
+
+def long_magnitude(factor: float, original: int) -> float:
+    """Returns LongRoPE's factor of cosines and sines where a file does not say it."""
+    return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
 
 
 def _read_yarn(rope: Keys, original: int, max_position: int) -> YarnScaling:
@@ -258,18 +276,6 @@ def _read_yarn(rope: Keys, original: int, max_position: int) -> YarnScaling:
     return YarnScaling(factor, original, magnitude, fast, slow, truncate)
 
 
-def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of one of the two keys in one form, for comparison.
-
-    An old file has `type`, and its `rope_theta` beside the object.
-    """
-    given = {name: value for name, value in raw.items() if value is not None}
-    kind = given.pop("type", "default")
-    theta = keys.raw.get("rope_theta")
-    defaults = {"rope_type": kind, "rope_theta": _THETA if theta is None else theta}
-    return {**defaults, **given}
-
-
 def rope_json(rope: Rope) -> dict[str, Any]:
     """Returns the keys of a rotary embedding, in both dialects."""
     scaling = None
@@ -289,6 +295,11 @@ def rope_json(rope: Rope) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
     }
+
+
+def window_kind(window: int | None) -> str:
+    """Returns the type of a layer, as `layer_types` name it."""
+    return "full_attention" if window is None else "sliding_attention"
 
 
 def layer_windows(

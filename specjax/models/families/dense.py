@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.checked_json import Keys, UnsupportedModelError
+from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError
 from specjax.config.model import Layer, LogitForm, ModelConfig
 from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import ACTIVATIONS, Dense
-from specjax.models.rope import Rope, Scaling
+from specjax.models.rope import LongScaling, Rope, Scaling
 
 
 def as_is(value: float) -> float:
@@ -121,6 +121,13 @@ class DenseFamily:
         layer = Layer(mixer, mlp, self.norms, self.norm_offset, **fields["layer"])
         windows = self.windows(keys, count)
         ropes = self.ropes(keys, max_position, windows)
+        for rope in {*ropes}:
+            pairs = rope.width(head_dim) // 2
+            if isinstance(rope.scaling, LongScaling) and len(rope.scaling.short) != pairs:
+                raise CheckpointError(
+                    f"{keys.file}: expected {pairs} factors of longrope, one per pair of numbers "
+                    f"that is rotated, got {len(rope.scaling.short)}"
+                )
         if self.scaled_embedding:
             fields["model"]["embedding_multiplier"] = width**0.5
         return ModelConfig(
@@ -198,6 +205,17 @@ class DenseFamily:
             self.refuse("sees all positions in every layer", f"windows {listed}")
         return {}
 
+    def one_window(self, windows: tuple[int | None, ...]) -> tuple[int | None, list[str]]:
+        """Returns the window that some layers have, or None, and the type of each layer.
+
+        Raises:
+          UnsupportedModelError: there are several windows.
+        """
+        used = {*windows} - {None}
+        if len(used) > 1:
+            self.refuse("has at most one window", f"{windows}")
+        return next(iter(used), None), [common.window_kind(window) for window in windows]
+
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
         """Returns the keys that `ropes` reads."""
         return common.rope_json(cfg.layers[0].mixer.rope)
@@ -272,23 +290,22 @@ class SlidingFamily(DenseFamily):
         if not self.thetas:
             return super().ropes(keys, max_position, windows)
         ropes = common.read_ropes(keys, max_position, self.thetas)
-        return [ropes["full_attention" if w is None else "sliding_attention"] for w in windows]
+        return [ropes[common.window_kind(window)] for window in windows]
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
-        used = sorted({*windows} - {None})
-        if len(used) > 1:
-            self.refuse("has at most one window", f"{windows}")
-        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
-        return {"sliding_window": used[0] if used else None, "layer_types": kinds}
+        window, kinds = self.one_window(windows)
+        return {"sliding_window": window, "layer_types": kinds}
 
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
         if not self.thetas:
             return super().ropes_json(cfg)
-        kinds = {"full_attention": None, "sliding_attention": None}
-        for layer in cfg.layers:
-            kind = "full_attention" if layer.mixer.window is None else "sliding_attention"
-            kinds[kind] = common.rope_json(layer.mixer.rope)["rope_parameters"]
-        return {"rope_parameters": {kind: kinds[kind] for kind in self.thetas if kinds[kind]}}
+        ropes = {common.window_kind(x.mixer.window): x.mixer.rope for x in cfg.layers}
+        raw = {kind: common.rope_json(ropes[kind]) for kind in self.thetas if kind in ropes}
+        return {
+            "rope_parameters": {kind: one["rope_parameters"] for kind, one in raw.items()},
+            **{self.thetas[kind]: one["rope_theta"] for kind, one in raw.items()},
+            "rope_scaling": raw.get([*self.thetas][-1], {}).get("rope_scaling"),
+        }
 
 
 # --- by flat numbers ------------------------------------------------------------------------------

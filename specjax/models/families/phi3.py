@@ -8,6 +8,7 @@ from typing import Any
 from specjax.checked_json import Keys
 from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place, Stored, TensorSlice
+from specjax.models.families import common
 from specjax.models.families.mistral import MistralFamily
 from specjax.models.rope import LongScaling
 
@@ -38,10 +39,17 @@ class Phi3Family(MistralFamily):
         return places
 
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
-        scaling = cfg.layers[0].mixer.rope.scaling
-        raw = super().ropes_json(cfg)
-        if isinstance(scaling, LongScaling):
-            raw["original_max_position_embeddings"] = scaling.original_max_position
+        rope = cfg.layers[0].mixer.rope
+        raw = {**super().ropes_json(cfg), "partial_rotary_factor": rope.share}
+        if isinstance(rope.scaling, LongScaling):
+            original = rope.scaling.original_max_position
+            raw["original_max_position_embeddings"] = original
+            if rope.scaling.magnitude == common.long_magnitude(
+                cfg.max_position / original, original
+            ):
+                # transformers 4 refuses the object with any further key.
+                long = {name: raw["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+                raw["rope_scaling"] = {"type": "longrope", **long}
         return raw
 
 

@@ -36,15 +36,14 @@ class QwenFamily(DenseFamily):
         return windows
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
-        used = set(windows) - {None}
-        if len(used) > 1 or (used and not self.slides):
-            self.refuse("has at most one window" if self.slides else "has none", f"{windows}")
-        if not used:
+        window, kinds = self.one_window(windows)
+        if window is None:
             return {"use_sliding_window": False}
-        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        if not self.slides:
+            self.refuse("has none", f"{windows}")
         return {
             "use_sliding_window": True,
-            "sliding_window": used.pop(),
+            "sliding_window": window,
             "max_window_layers": kinds.index("sliding_attention"),
             "layer_types": kinds,
         }

@@ -40,12 +40,9 @@ class SmolLM3Family(DenseFamily):
         return [rope if rotated else none for rotated in self._rotated(keys, len(windows))]
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
-        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
-        used = sorted({*windows} - {None})
-        if len(used) > 1:
-            self.refuse("has at most one window", f"{windows}")
-        window = {"use_sliding_window": bool(used), "sliding_window": used[0] if used else None}
-        return {**window, "layer_types": kinds}
+        window, kinds = self.one_window(windows)
+        used = window is not None
+        return {"use_sliding_window": used, "sliding_window": window, "layer_types": kinds}
 
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
         ropes = [layer.mixer.rope for layer in cfg.layers]

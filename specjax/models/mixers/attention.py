@@ -19,7 +19,10 @@ from specjax.weights.matrix import dot
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values, head-major, normed, rotated and scaled; gates, if there are any."""
+    """Queries, keys and values, head-major, normed and rotated, and gates, if there are any.
+
+    Queries are multiplied by `scale`.
+    """
 
     q: Float[Array, "B N T H"]
     k: Float[Array, "B K T H"]
@@ -40,7 +43,7 @@ class Attention:
       head_dim: size H of a head.
       rope: rotary embedding of queries and keys.
       qkv_bias: whether q, k and v have biases (Qwen2, MiMo).
-      qk_norm: whether queries and keys have an RMSNorm before RoPE, per head (Qwen3).
+      qk_norm: whether queries and keys have an RMSNorm before RoPE (Qwen3).
       norm_eps: epsilon of these norms.
       window: number of positions that a query sees, its own included; None: all up to its own.
       soft_cap: bound of the scaled scores, which become soft_cap * tanh(score / soft_cap) before
@@ -48,7 +51,7 @@ class Attention:
       o_bias: whether the output projection has a bias.
       scale: factor of the scores; None: H ** -0.5.
       norm_offset: whether these norms multiply by 1 + w (Gemma 3).
-      wide_norm: whether these norms are over all heads together (OLMo 2).
+      wide_norm: whether these norms are over all heads together (OLMo 2), instead of each head.
       gate: whether each head's output is multiplied by the sigmoid of a gate, which the query
         projection computes behind the head's query (Qwen3-Next).
       sinks: whether each query head has a logit of its own that takes part in its softmax, and has
