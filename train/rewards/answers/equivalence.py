@@ -8,7 +8,7 @@ is a list, a tuple, a ratio or words:
     x=1, y=2; (x,y)=(1,2)   the values in the order of the names: `y=1, x=2` is (2,1)
     x=5; 2+3=5              the value; steps before it have to be right
     5 apples, 50%, 1,234    numbers with units (see `quantity`)
-    12/25/2020              a gold answer that is a date is one, and no arithmetic
+    12/25/2020              a gold answer that is a date with its year is no arithmetic
     6:15; 6:15 p.m.         a gold answer that may be a time of day is one, and no ratio
     3:4; 1:2:3              ratios, by proportion
     June 20, Evelyn         words without regard to case, quotes and commas; numbers, operators and
@@ -17,8 +17,8 @@ is a list, a tuple, a ratio or words:
     (1,2); [1,2)            in order, with the same brackets
     2+3, 6 \\cdot 7          arithmetic that was not carried out is right only if the gold answer is
                             such arithmetic, too
-    anything else           one formula, as math-verify says; numbers are equal to 2,000
-                            decimals, or rounded as in `quantity`
+    anything else           one formula, as math-verify says; rational numbers are equal to
+                            2,000 decimals, others to 100, or rounded as in `quantity`
 
 sympy may run forever on a policy's text: worker processes that call this are ended when the time is
 up.
@@ -90,15 +90,15 @@ def _in_order(gold: Sequence[str], found: Sequence[str]) -> bool:
 
 
 def _in_any_order(gold: Sequence[str], found: Sequence[str]) -> bool:
-    left = list(found)
     if len(gold) != len(found):
         return False
+    left = list(found)
     for element in gold:
         place = next((i for i, other in enumerate(left) if _same(element, other)), None)
         if place is None:
             return False
         del left[place]
-    return not left
+    return True
 
 
 _NUMERAL = re.compile(r"\(?-?[0-9A-F]+\)?_(?:\d|\{\d+\})")
@@ -110,18 +110,25 @@ def _same_numerals(gold: str, found: str) -> bool | None:
     return gold == found if either else None
 
 
-# A choice with its text, as `\\textbf{(D)}\\ 12`, `(D) 12` and `D. 12`.
-_LABELLED = re.compile(
-    r"(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*|\(([A-Z])\)\s+"
-    r"|([A-Z])[.:]\s+(?![a-zA-Z]))(?!,|and\b|or\b|\([A-Z]\)|[-+*/=<>]\s|\\(?:c[ua]p|cdot|times|[lgn]e|in)(?![a-zA-Z]))(\S.*)"
+# A choice with its text: `\\textbf{(D)}\\ 12`, and if no formula follows `(D) 12` or `D. 12`.
+_LABELLED = (
+    re.compile(
+        r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*\(([A-Z])\)\s*\}\s*"
+        r"(?!,|and\b|or\b)(\S.*)"
+    ),
+    re.compile(r"\(([A-J])\) ((?:-?[.\d]|\\(?:frac|sqrt|pi|text)(?![a-z])|[a-z]{3}).*)"),
+    re.compile(r"([A-J])[.:] ((?:-?[.\d]|\\(?:frac|sqrt|pi|text)(?![a-z])).*)"),
 )
+_SECOND = re.compile(r"\([A-Z]+\)|(?<![a-zA-Z\\])[A-Z]+[.:]\s")
 _LETTER = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 
 
 def _choice(text: str) -> tuple[list[str], str]:
     """The letters of `(C)`, `\\text{C}` or `A and D`, in order, and the text behind one."""
-    if labelled := _LABELLED.fullmatch(text):
-        return [labelled[1] or labelled[2] or labelled[3]], labelled[4]
+    for pattern in _LABELLED:
+        labelled = pattern.fullmatch(text)
+        if labelled and not _SECOND.search(labelled[2]):
+            return [labelled[1]], labelled[2]
     letters = [_LETTER.fullmatch(part) for part in split(unwrapped(text), COMMA)]
     return (sorted(m[1] or m[2] for m in letters), "") if all(letters) else ([], text)
 
@@ -133,7 +140,10 @@ def _same_choice(gold: str, found: str) -> bool | None:
         return None
     if mine and theirs and mine != theirs:
         return False
-    return _same(my_text, their_text) if my_text and their_text else True
+    if not (my_text and their_text):
+        return True
+    # `(A) 3` may still be a product.
+    return _same(my_text, their_text) or (False if mine and theirs else None)
 
 
 _EQUALS = r"=+|\\(?:approx|in|to)(?![a-zA-Z])"
@@ -213,8 +223,8 @@ _DATE = re.compile(r"(\d{1,4})([-/])(\d{1,2})\2(\d{1,4})", re.ASCII)
 
 def _same_dates(gold: str, found: str) -> bool | None:
     """Compares a date with anything; None if the gold answer is none."""
-    mine, theirs = _DATE.fullmatch(gold), _DATE.fullmatch(found)
-    if mine is None:
+    mine, theirs = (_DATE.fullmatch(unwrapped(text)) for text in (gold, found))
+    if mine is None or 4 not in (len(mine[1]), len(mine[4])):
         return None
     if theirs is None or mine[2] != theirs[2]:
         return False
@@ -390,22 +400,26 @@ def _same_formula(gold: str, found: str) -> bool:
     )
 
 
-_DIGITS = 2_000  # behind the point: 1 - 2^{-2019} is not 1
-_MOST_DIGITS = 100_000  # before it
+_MOST_DIGITS = 20_000  # of an integer
 
 
 def _same_number(gold: Any, found: Any) -> bool:
-    """Whether two numbers are equal to all these digits, or to 12 if one has a decimal point."""
+    """Whether two numbers are equal to many decimals, or to 12 digits if one has a decimal point.
+
+    Rational numbers are compared to 2,000 decimals, for 1 - 2^{-2019} is not 1, and others to 100.
+    Numbers of more than `_MOST_DIGITS` digits before the point have to be written the same.
+    """
     if gold == found or (gold.is_Rational and found.is_Rational):
         return gold == found
-    size = abs(sympy.N(gold, 20))
+    size = max(abs(sympy.N(gold, 20)), abs(sympy.N(found, 20)))
     if gold.has(sympy.Float) or found.has(sympy.Float):
         return bool(abs(sympy.N(gold - found, 22)) <= size * sympy.Rational(1, 10**12))
     length = int(sympy.log(size, 10)) if size > 1 else 0
     if length > _MOST_DIGITS:
         return False
-    difference = abs(sympy.N(gold - found, 20, maxn=length + _DIGITS + 20))
-    return bool(difference <= sympy.Rational(1, 10**_DIGITS) * (size if 0 < size < 1 else 1))
+    digits = 2_000 if gold.is_rational and found.is_rational else 100
+    difference = abs(sympy.N(gold - found, 20, maxn=length + digits + 20))
+    return bool(difference <= sympy.Rational(1, 10**digits) * min(size, 1))
 
 
 def _rounds(text: str, exact: Any) -> bool:
