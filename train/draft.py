@@ -146,7 +146,9 @@ class HeadTrainer:
         loaded = load_model(cfg.model, dtype)
         self.params = loaded.policy
         model = loaded.cfg.replace(mtp_num_layers=0).running(compute_dtype=dtype, remat=False)
-        longest = cfg.rollout.longest if cfg.data.texts is None else cfg.packing.row_length
+        longest = cfg.rollout.longest
+        if cfg.data.texts is not None:
+            longest = max(longest, cfg.packing.row_length)
         model, self.longest = model.for_length(longest), longest
         self.model = with_tokenizer_end(model, self.tokenizer)
         # What is wrong with them is said before the policy answers prompts.

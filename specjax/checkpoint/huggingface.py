@@ -159,8 +159,11 @@ def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
     The text's values are used where both say something, but tokens that end a sequence are those of
     both, as transformers has them in generation_config.json.
     """
-    whole = {name: value for name, value in raw.items() if not isinstance(value, dict)}
-    whole.pop("architectures", None)  # of the whole model
+    quantized = ("quantization_config", "compression_config")  # of the text, too
+    whole = {k: v for k, v in raw.items() if k in quantized or not isinstance(v, dict)}
+    classes = Keys(file, whole).texts("architectures")
+    if all(name.endswith("ForConditionalGeneration") for name in classes):
+        whole.pop("architectures", None)  # classes of the whole model
     text = dict(Keys(file, raw).within("text_config").raw)
     ends = [one.pop("eos_token_id", None) for one in (whole, text)]
     listed = [end if isinstance(end, list) else [end] for end in ends if end is not None]

@@ -150,9 +150,9 @@ class Eagle3Source(FileHead):
         if policy is None:
             return source, params
         columns = vocabulary.head_of(policy)
-        columns = columns.astype(jnp.float32) * target.logits.multiplier
         if ids is not None:
             columns = jnp.take(columns, params["ids"], axis=1)
+        columns = columns.astype(jnp.float32) * target.logits.multiplier
         dtype = params["norm"].dtype
         # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
         params["lm_head"] = jnp.array(columns, dtype)

@@ -69,7 +69,10 @@ def head_layer(cfg: ModelConfig) -> Layer:
 
 
 def layer_number(cfg: ModelConfig) -> int:
-    """The number of the last layer, but for attention without a rotary embedding (SmolLM3)."""
+    """The number of the last layer, but for attention without a rotary embedding (SmolLM3).
+
+    A head keeps the rotary embedding of that layer, with which the weights that it copies work.
+    """
     shares = [getattr(getattr(layer.mixer, "rope", None), "share", 1) for layer in cfg.layers]
     return max((number for number, share in enumerate(shares) if share), default=len(shares) - 1)
 

@@ -99,7 +99,14 @@ def test_a_key_of_another_family_is_refused_by_name(model_type, key, value):
         ("llama", {"unsloth_fixed": True, "is_llama_config": True, "rope_interleaved": False}),
         (
             "llama",
-            {"is_causal": True, "use_rope": True, "logit_scale": 1.0, "kv_cache_dtype": "x"},
+            {
+                "is_causal": True,
+                "use_rope": True,
+                "logit_scale": 1.0,
+                "causal": True,
+                "sequence_parallel": True,
+                "kv_cache_dtype": "x",
+            },
         ),
         ("llama", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}),
         ("qwen2", {"use_mrope": False, "max_window_layers": 21, "sliding_window": 131_072}),
@@ -165,7 +172,14 @@ def test_an_old_config_of_gemma3_that_says_little_has_the_defaults_of_transforme
         "sliding_window": 1024,
     }  # fmt: skip
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
-    cfg = read({"model_type": "gemma3", **whole, "text_config": text, "torch_dtype": "bfloat16"})
+    raw = {"model_type": "gemma3", **whole, "text_config": text, "torch_dtype": "bfloat16"}
+    for more in (
+        {"architectures": ["Gemma3ForSequenceClassification"]},
+        {"quantization_config": {"quant_method": "gptq"}},
+    ):
+        with pytest.raises(UnsupportedModelError, match=next(iter(more))):
+            read({**raw, **more})
+    cfg = read(raw)
     full, local = cfg.layers[5].mixer, cfg.layers[0].mixer
     assert (full.window, local.window) == (None, 1024)
     assert (full.rope.theta, full.rope.scaling.factor) == (1e6, 8.0)

@@ -70,14 +70,14 @@ def not_dense(keys: Keys) -> list[str]:
 _COMPUTING = re.compile(
     "cap|scal|multipl|rope|rotary|window|chunk|sink|norm|bias|expert|moe|router|lora|latent|conv|ssm"
     "|mamba|linear|alibi|clip|qk_|kv_|attn|attention|residual|parallel|layer_types|temperature_tun"
-    "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp|limit|nope|head_size"
-    "|sandwich|neox|causal"
+    "|position_embed|_act$|activation|mup|gate|shared|mixer|recurrent|mlp|nope|swiglu|clamp"
+    "|head_size|sandwich|neox|causal"
 )
 _INERT = re.compile(
     "^output_(attentions|hidden_states|router_logits)$|^use_cache$|kv_cache_|implementation|_version$"
-    "|dropout|pdrop|initializer|aux_loss|max_window|^_"
+    "|dropout|pdrop|initializer|aux_loss|max_window|(tensor|sequence|pipeline)_parallel|^_"
 )
-_USUALLY_TRUE = ("use_rope", "is_neox_style", "is_causal")
+_USUALLY_TRUE = ("use_rope", "is_neox_style", "is_causal", "causal", "use_causal_mask")
 
 
 def refuse_unread(keys: Keys, inert: Collection[str]) -> None:
@@ -182,12 +182,15 @@ def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict
         )
     found = {}
     for kind, name in thetas.items():
-        theta, ropes = keys.number(name, _THETA), {}
-        scaled = old if kind == [*thetas][-1] else {}
-        for place, raw in (("rope_parameters." + kind, new.get(kind)), ("rope_scaling", scaled)):
-            if raw or (place != "rope_scaling" and not scaled):
-                inside = Keys(keys.file, {"rope_theta": theta, **(raw or {})}, place)
-                ropes[place] = _rope_of(keys, inside, max_position, partial=False)
+        theta = {"rope_theta": keys.number(name, _THETA)}
+        places = {f"rope_parameters.{kind}": new.get(kind) or {}}
+        if old and kind == [*thetas][-1]:
+            places["rope_scaling"] = old
+        ropes = {
+            place: _rope_of(keys, Keys(keys.file, theta | raw, place), max_position, partial=False)
+            for place, raw in places.items()
+            if raw or len(places) == 1
+        }
         found[kind] = _agreed(keys, ropes, new, old)
     return found
 
