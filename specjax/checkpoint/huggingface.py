@@ -113,7 +113,7 @@ def read_stored_config(path: str | Path) -> ModelConfig:
     """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
     cfg, reader = read_config(path), open_checkpoint(path)
     try:
-        return _as_stored(Path(path), cfg, named(cfg, reader.tensors()))
+        return _as_stored(Path(path), cfg, _named(cfg, reader.tensors()))
     except (CheckpointError, UnsupportedModelError):
         return cfg  # loading raises the error
 
@@ -373,7 +373,7 @@ def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, 
     return piece.swapaxes(-1, -2) if stored.transpose else piece
 
 
-def named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a file by the family's names, without those that it ignores."""
     family = family_of(cfg.model_type)
 
@@ -381,7 +381,7 @@ def named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
         begins = next((begin for begin in family.renamed if name.startswith(begin)), "")
         return family.renamed.get(begins, "") + name.removeprefix(begins)
 
-    ignored = _ignored(cfg, tensors)
+    ignored = set(_ignored(cfg, tensors))
     return {renamed(name): tensor for name, tensor in tensors.items() if name not in ignored}
 
 
@@ -469,7 +469,7 @@ def load_checkpoint(
     if names := _ignored(cfg, tensors):
         first = ", ".join(names[:3])
         log.warning("%s: %d tensors are left out: %s ...", path, len(names), first)
-    weights = named(cfg, tensors)
+    weights = _named(cfg, tensors)
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:

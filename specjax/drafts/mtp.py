@@ -159,7 +159,7 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     return drawn(head_rows(cfg), cfg, seed)
 
 
-def last_layer(cfg: ModelConfig, policy: Params) -> Params:
+def copied_layer(cfg: ModelConfig, policy: Params) -> Params:
     """Returns the arrays of a model's layer `layer_number` by their names.
 
     Args:
@@ -186,7 +186,7 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
     params = init_head_params(target, seed)
     if policy is None:
         return params
-    layer = last_layer(target, policy)
+    layer = copied_layer(target, policy)
     both = jnp.tile(jnp.eye(target.hidden_size), (2, 1))
 
     def started(module: Params) -> Params:

@@ -263,10 +263,7 @@ def require_same_draft(new: Draft, served: Draft) -> None:
     if new.in_policy or not dataclasses.is_dataclass(new):
         return  # the config of a policy describes the head, too
     # What follows from the engine is no difference: dtypes, and the longest sequence.
-    new, served = (
-        one.with_network(one.network.replace(run=RunConfig()).for_length(1)) if one.network else one
-        for one in (new, served)
-    )
+    new, served = (run_as(one, RunConfig()).for_length(1) for one in (new, served))
     if new != served:
         names = [field.name for field in dataclasses.fields(new) if field.compare]
         name, got, expected = differing_setting(new, served, names)

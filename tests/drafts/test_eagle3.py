@@ -17,7 +17,7 @@ from tiers import slow_but
 from tiny import sharpened, tiny_config
 
 from specjax.drafts.eagle3 import Eagle3Source, new_config
-from specjax.drafts.mtp import last_layer, new_head
+from specjax.drafts.mtp import copied_layer, new_head
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
@@ -231,7 +231,7 @@ def test_an_mtp_head_starts_from_the_last_layer_of_its_target():
     head, fresh = new_head(target, policy), new_head(target)
     assert jax.tree.map(jnp.shape, head) == jax.tree.map(jnp.shape, fresh)
     for module in head["blocks"].values():
-        assert last_layer(target, policy).keys() == module["layer"].keys()
+        assert copied_layer(target, policy).keys() == module["layer"].keys()
         for name, array in module["layer"].items():
             np.testing.assert_array_equal(array, policy["layers"][name][-1])
 

@@ -144,24 +144,26 @@ def read_rope(keys: Keys, max_position: int, partial: bool = False) -> Rope:
       UnsupportedModelError: its type is not implemented, or the file gives two that differ.
     """
     new, old = _rope_objects(keys)
-    # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
+    places = {"rope_parameters": new, "rope_scaling": old}
+    given = {name: raw for name, raw in places.items() if raw} or {"rope_parameters": {}}
+    return _agreed(keys, given, max_position, partial)
+
+
+def _agreed(
+    keys: Keys, places: Mapping[str, Mapping[str, Any]], max_position: int, partial: bool
+) -> Rope:
+    """Reads the rotary embedding that each of these objects of a config describes alike."""
     ropes = {
-        name: _rope_of(keys, Keys(keys.file, raw, name), max_position, partial)
-        for name, raw in (("rope_parameters", new), ("rope_scaling", old))
-        if raw or (name == "rope_parameters" and not old)
+        _rope_of(keys, Keys(keys.file, raw, name), max_position, partial)
+        for name, raw in places.items()
     }
-    return _agreed(keys, ropes, new, old)
-
-
-def _agreed(keys: Keys, ropes: Mapping[str, Rope], new: Mapping, old: Mapping) -> Rope:
-    """Returns the one rotary embedding of `rope_parameters` and `rope_scaling`."""
-    if len(set(ropes.values())) > 1:
+    if len(ropes) > 1:  # transformers lets `rope_scaling` replace the other, other readers do not
+        got = " and ".join(f"{name} {shown(raw)}" for name, raw in places.items())
         raise UnsupportedModelError(
-            f"{keys.file}: rope_parameters {shown(new)} and rope_scaling {shown(old)} differ; "
-            "expected one of the two, or both with the same parameters: remove what the model was "
-            "not trained with"
+            f"{keys.file}: {got} differ; expected one of the two, or both with the same "
+            "parameters: remove what the model was not trained with"
         )
-    return next(iter(ropes.values()))
+    return ropes.pop()
 
 
 def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict[str, Rope]:
@@ -182,16 +184,10 @@ def read_ropes(keys: Keys, max_position: int, thetas: Mapping[str, str]) -> dict
         )
     found = {}
     for kind, name in thetas.items():
-        theta = {"rope_theta": keys.number(name, _THETA)}
-        places = {f"rope_parameters.{kind}": new.get(kind) or {}}
-        if old and kind == [*thetas][-1]:
-            places["rope_scaling"] = old
-        ropes = {
-            place: _rope_of(keys, Keys(keys.file, theta | raw, place), max_position, partial=False)
-            for place, raw in places.items()
-            if raw or len(places) == 1
-        }
-        found[kind] = _agreed(keys, ropes, new, old)
+        theta, label = {"rope_theta": keys.number(name, _THETA)}, f"rope_parameters.{kind}"
+        places = {label: new.get(kind), "rope_scaling": old if kind == [*thetas][-1] else None}
+        given = {place: theta | raw for place, raw in places.items() if raw} or {label: theta}
+        found[kind] = _agreed(keys, given, max_position, partial=False)
     return found
 
 
