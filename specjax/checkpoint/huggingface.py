@@ -1,8 +1,8 @@
 """Hugging Face checkpoint directories in and out, without torch.
 
 Loading first checks every tensor's name and shape from the file headers, then builds one parameter
-at a time in the target dtype, and reads only the slices that each device holds: at most one
-parameter exists twice in host memory. Saved directories load in transformers.
+at a time in the target dtype, and reads only the slices that each device holds, layer by layer:
+host memory holds at most one layer of a stacked parameter. Saved directories load in transformers.
 
 config.json has two dialects: transformers 5 writes `dtype`, older files have `torch_dtype`. Both
 are read and written. The family defines the layers, see `specjax.models.families`. A
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import json
 import logging
 import math
@@ -61,21 +62,22 @@ from specjax.models.generation_config import sampling_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
-from specjax.weights import AUTO, load_tokenizer, open_checkpoint
+from specjax.weights import AUTO, fp8, load_tokenizer, open_checkpoint
 from specjax.weights.safetensors import (
     CONFIG,
     GENERATION,
     HEAD_FILE,
     INDEX,
     WEIGHTS,
+    Safetensors,
     open_files,
-    weight_files,
 )
 
 MTP_KEY = "specjax_mtp"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
+_SMALL_BYTES = 4 << 20  # a stack up to this is read whole: compiling would take longer
 log = logging.getLogger(__name__)
 
 
@@ -307,7 +309,7 @@ def check_weights(
 
 
 def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, mesh) -> Params:
-    """Builds the parameter tree, one array at a time, in its sharding.
+    """Builds the parameter tree, one array and one layer at a time, in its sharding.
 
     Args:
       weights: tensors of the files.
@@ -315,24 +317,38 @@ def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, me
       dtype: dtype of the parameters; those that the files hold as integers are int32.
       mesh: mesh to put them on; None: the default device.
     """
-    arrays = {}
-    for leaf in leaves:
-        kind = _kept(weights, leaf, jnp.dtype(dtype))
-        whole = (slice(None),) * len(leaf.shape)
-        if mesh is None:
-            arrays[leaf.path] = jax.device_put(_read(weights, leaf, kind, whole))
-            continue
-        pieces = {}  # devices that hold the same slice share one read
+    kinds = {leaf.path: _kept(weights, leaf, jnp.dtype(dtype)) for leaf in leaves}
+    return unflatten_dict(
+        {leaf.path: _placed(weights, leaf, kinds[leaf.path], mesh) for leaf in leaves}
+    )
 
-        def fill(index, leaf=leaf, kind=kind, pieces=pieces):
-            key = tuple(s.indices(n) for s, n in zip(index, leaf.shape, strict=True))
-            if key not in pieces:
-                pieces[key] = _read(weights, leaf, kind, index)
-            return pieces[key]
 
+def _placed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh) -> jax.Array:
+    """Builds one parameter; a large stack is made on the devices, and filled layer by layer."""
+    target = None
+    if mesh is not None:
         target = jax.NamedSharding(mesh, sharding.spec_for(mesh, leaf.axes, leaf.shape))
-        arrays[leaf.path] = jax.make_array_from_callback(leaf.shape, target, fill, dtype=kind)
-    return unflatten_dict(arrays)
+    if leaf.layers is not None and math.prod(leaf.shape) * dtype.itemsize > _SMALL_BYTES:
+        empty = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=target)
+        update = jax.lax.dynamic_update_index_in_dim
+        write = jax.jit(update, static_argnums=3, donate_argnums=0, out_shardings=target)
+        stack = empty(leaf.shape, dtype)
+        for number in range(leaf.layers):
+            stack = write(stack, _placed(weights, leaf.layer(number), dtype, mesh), number, 0)
+            jax.block_until_ready(stack)
+            gc.collect(0)  # until then jax keeps the layer that it has copied
+        return stack
+    if target is None:
+        return jax.device_put(_read(weights, leaf, dtype, (slice(None),) * len(leaf.shape)))
+    pieces = {}  # devices that hold the same slice share one read
+
+    def fill(index):
+        key = tuple(s.indices(n) for s, n in zip(index, leaf.shape, strict=True))
+        if key not in pieces:
+            pieces[key] = _read(weights, leaf, dtype, index)
+        return pieces[key]
+
+    return jax.make_array_from_callback(leaf.shape, target, fill, dtype=dtype)
 
 
 def _kept(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype) -> np.dtype:
@@ -469,6 +485,9 @@ def load_checkpoint(
     if names := _ignored(cfg, tensors):
         first = ", ".join(names[:3])
         log.warning("%s: %d tensors are left out: %s ...", path, len(names), first)
+    if any(isinstance(tensor, fp8.Matrix) for tensor in tensors.values()):
+        dtype = cfg.run.param_dtype
+        log.warning("%s: fp8 weights become %s; activations are not quantised", path, dtype)
     weights = _named(cfg, tensors)
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
@@ -494,7 +513,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     file = path
     if path.is_dir() and (path / HEAD_FILE).exists():
         file = path / HEAD_FILE
-    weights, metadata = open_files(weight_files(path) if file.is_dir() else [file])
+    weights, metadata = (Safetensors(path).tensors(), {}) if file.is_dir() else open_files([file])
     style = style_of(cfg, weights)
     if not file.is_dir():
         _check_switches(file, cfg, metadata)

@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.config import ModelConfig
 from specjax.config.stacks import stacks
@@ -162,6 +164,12 @@ class Leaf(NamedTuple):
     def lead(self) -> int:
         """The number of leading axes that index pieces; the others are within a piece."""
         return len(next(iter(self.pieces)))
+
+    def layer(self, number: int) -> Leaf:
+        """Returns the leaf of one layer of a stacked array."""
+        inside = np.ndindex(self.row.shape[: self.lead - 1])
+        pieces = {rest: self.pieces[number, *rest] for rest in inside}
+        return self._replace(pieces=pieces, layers=None)
 
 
 class Tensor(NamedTuple):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
+import mmap
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
 from specjax.tokenizer import TOKENIZER_FILES, load_tokenizer
+from specjax.weights import fp8
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
+_OTHERS = {"BOOL": "bool", "F8_E4M3": fp8.DTYPE}
 
 
 class Tensor:
@@ -26,20 +32,25 @@ class Tensor:
       dtype: name of its dtype in numpy, or in safetensors if numpy has none.
     """
 
-    def __init__(self, handle: Any, name: str):
-        self._handle, self._name = handle, name
-        piece = handle.get_slice(name)
-        self.shape = tuple(piece.get_shape())
-        self.dtype = _dtype(piece.get_dtype())
+    def __init__(self, data: mmap.mmap, start: int, name: str, entry: Mapping[str, Any]):
+        self._data, self._name = data, name
+        self._start = start + entry["data_offsets"][0]
+        self.shape = tuple(entry["shape"])
+        self.dtype = _dtype(entry["dtype"])
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return self._handle.get_slice(self._name)[index]
+        count = math.prod(self.shape)
+        values = np.frombuffer(self._data, jnp.dtype(self.dtype), count, self._start)
+        part = np.array(values.reshape(self.shape)[index])
+        # The pages of a mapped file count as the process's memory until they are given up.
+        self._data.madvise(mmap.MADV_DONTNEED)
+        return part
 
 
 def _dtype(name: str) -> str:
     """Returns numpy's name of a dtype of safetensors; the name itself if numpy has none."""
     found = re.fullmatch(r"(BF|F|I|U)(\d+)", name)
-    return f"{_KINDS[found[1]]}{found[2]}" if found else {"BOOL": "bool"}.get(name, name)
+    return f"{_KINDS[found[1]]}{found[2]}" if found else _OTHERS.get(name, name)
 
 
 class Safetensors:
@@ -74,15 +85,16 @@ class Safetensors:
         return read_json(file) if file.exists() else {}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns lazy arrays by name.
+        """Returns lazy arrays by name; fp8 matrices with scales by block are dequantised.
 
         Raises:
-          CheckpointError: a file is missing or damaged.
+          CheckpointError: a file is missing or damaged, or scales do not fit.
         """
         files = weight_files(self.path)
         if (self.path / HEAD_FILE).exists():
             files.append(self.path / HEAD_FILE)
-        return open_files(files)[0]
+        raw = read_json(self.file) if self.file.exists() else {}
+        return fp8.dequantised(open_files(files)[0], Keys(self.file, raw))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -103,18 +115,22 @@ def open_files(files: Iterable[Path]) -> tuple[dict[str, Tensor], dict[str, str]
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        handle = _open(file)
-        metadata |= handle.metadata() or {}
-        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+        data = _mapped(file)
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        metadata |= header.pop("__metadata__", None) or {}
+        for name, entry in header.items():
             if name in tensors:
                 raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
-            tensors[name] = Tensor(handle, name)
+            tensors[name] = Tensor(data, start, name, entry)
     return tensors, metadata
 
 
-def _open(file: Path):
+def _mapped(file: Path) -> mmap.mmap:
+    """Maps a file, whose header the library has checked."""
     try:
-        return safetensors.safe_open(file, framework="numpy")
+        with safetensors.safe_open(file, framework="numpy"), file.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
     except (OSError, safetensors.SafetensorError) as error:

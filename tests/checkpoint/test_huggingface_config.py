@@ -147,7 +147,7 @@ WRONG = {
     "eos_token_id": NO_IDS,
     "bos_token_id": [*NO_IDS, [1]],
     "pad_token_id": [*NO_IDS, [1]],
-    "model_type": [None, 3, ["qwen2"], "", "mixtral"],
+    "model_type": [None, 3, ["qwen2"], "", "deepseek_v3"],
     "architectures": ["Qwen2ForCausalLM", [1], ["Qwen2ForSequenceClassification"], ["Qwen2Model"]],
     "hidden_act": [None, 3, "relu", ["silu"]],
     "dtype": [16, "float8_e4m3fn", ["bfloat16"], "auto", ""],

@@ -4,6 +4,7 @@ The families and the mlp here are from outside the package.
 """
 
 import dataclasses
+import itertools
 import json
 from typing import ClassVar
 
@@ -54,7 +55,7 @@ class AllExperts:
     def run(self, w, x, where, given=None):
         inner = jax.nn.silu(jnp.einsum("btd,edf->btef", x, w["up"].astype(x.dtype)))
         inner = inner * jax.nn.softmax(w["share"])[:, None].astype(x.dtype)
-        return jnp.einsum("btef,efd->btd", inner, w["down"].astype(x.dtype)), None
+        return jnp.einsum("btef,efd->btd", inner, w["down"].astype(x.dtype)), None, None
 
 
 class Boulder(DenseFamily):
@@ -126,11 +127,15 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("model_type", ["boulder", "gravel"])
-def test_what_is_exported_loads_back_exactly_on_one_device_and_on_a_mesh(model_type, tmp_path):
+def test_what_is_exported_loads_back_exactly_on_one_device_and_on_a_mesh(
+    model_type, tmp_path, monkeypatch
+):
     cfg = config(model_type, tie_embeddings=False, mtp_num_layers=2)
     params, head = init_params(cfg, 3), init_head_params(cfg, 4)
     hf.save_checkpoint(tmp_path / "out", cfg, params, head)
-    for mesh in (None, sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))):
+    meshes = None, sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))
+    for mesh, small in itertools.product(meshes, (hf._SMALL_BYTES, 0)):
+        monkeypatch.setattr(hf, "_SMALL_BYTES", small)  # 0: stacks are filled layer by layer
         found, *loaded = hf.load_checkpoint(tmp_path / "out", mesh=mesh)
         assert found == cfg
         assert_same(loaded, [params, head])

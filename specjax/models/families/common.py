@@ -17,6 +17,7 @@ from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place
 from specjax.models.rope import LinearScaling, LongScaling, Rope, RopeScaling, YarnScaling
 from specjax.models.rows import layer_rows, top_rows
+from specjax.weights import fp8
 
 _THETA = 10_000.0  # of RoPE, the default
 # How each rescaling of frequencies is named in files, and fields that are named otherwise there.
@@ -45,12 +46,16 @@ def refuse(keys: Keys, problems: list[str]) -> None:
         )
 
 
-def not_dense(keys: Keys) -> list[str]:
-    """Lists, as messages, what a config asks for beyond attention and dense layers."""
+def not_dense(keys: Keys, experts: Collection[str] = ()) -> list[str]:
+    """Lists, as messages, what a config asks for beyond attention and dense layers.
+
+    Args:
+      experts: keys of the number of experts, of a family that has any.
+    """
     problems = [
         f"{name} {keys.raw[name]} (mixture of experts)"
         for name in _MOE_KEYS
-        if keys.integer(name, None, least=0)
+        if name not in experts and keys.integer(name, None, least=0)
     ]
     classes = keys.texts("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
@@ -58,10 +63,7 @@ def not_dense(keys: Keys) -> list[str]:
     if keys.flag("mlp_bias", None):
         problems.append("mlp_bias true")
     for name in ("quantization_config", "compression_config"):
-        method = keys.within(name)
-        if method.raw:
-            kind = method.text("quant_method", None)
-            problems.append(f"{name} {kind or ''} (expected unquantised weights)")
+        problems += [f"{name}: {problem}" for problem in fp8.problems(keys.within(name))]
     return problems
 
 
