@@ -275,12 +275,14 @@ class Forward(NamedTuple):
       taps: hidden states [B T D], one for each tap that was asked for, in that order.
       records: [B T M ..] facts of each row, of the M layers that record any, see `Mlp.run`; None:
         there are no such layers.
+      figures: mean of each figure over the layers that compute any, see `Mlp.run`.
     """
 
     x: Float[Array, "B T D"]
     scratch: Any = None
     taps: tuple[Float[Array, "B T D"], ...] = ()
     records: Int[Array, "B T M ..."] | None = None
+    figures: Mapping[str, Float[Array, ""]] = MappingProxyType({})
 
     @property
     def tapped(self) -> Float[Array, "B T taps_width"]:
@@ -496,18 +498,24 @@ class Mlp(Protocol):
         x: Float[Array, "B T D"],
         where: Where,
         given: Int[Array, "B T ..."] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T ..."] | None]:
+    ) -> tuple[
+        Float[Array, "B T D"], Int[Array, "B T ..."] | None, Mapping[str, Float[Array, ""]] | None
+    ]:
         """Computes rows, without the residual, and facts of each, such as the experts it chose.
 
-        Facts are int32, and of one shape in all layers of a model that have any; None: the layer
-        has none. The facts of emitted tokens are returned with the tokens
-        (`SampleOutput.records`), and a trainer gives them back.
+        Facts are integers, of one dtype and shape in all layers of a model that have any; None: the
+        layer has none. Those of prompts and of emitted tokens are returned with the tokens
+        (`SampleOutput.records`), and a trainer gives them back. All bits of the facts of a row are
+        set, as in -1 or in the largest unsigned number, where nothing is known of the row.
+
+        In the form `train` it may also return figures of its rows, float32 by name, that are logged
+        as means over layers; `load_balance` is a loss that a trainer may add to its own.
 
         Args:
           w: arrays of the layer.
           x: states of the rows, normed.
           where: positions of the rows.
-          given: facts to use again; negative for rows that must choose anew. None: all rows choose.
+          given: facts to use again; rows of which nothing is known choose anew. None: all do.
         """
 
 
@@ -979,7 +987,7 @@ class Weight(Protocol):
     """A matrix [I O] in some number format; models multiply by `specjax.weights.matrix`.
 
     Implementations are pytrees. They are stacked and sliced leaf by leaf (layers of a scan, experts
-    of an mlp), so sizes must come from the leaves. A class may also have `experts(x, ids)`, on a
+    of an mlp), so sizes must come from the leaves. A class may also have `experts(x, sizes)`, on a
     stack of E matrices, as the function of that name in `specjax.weights.matrix`; without it that
     function multiplies by one matrix after the other. I and O are the input and output size.
 

@@ -131,6 +131,9 @@ FAMILIES = Registry(
         "olmo3": "specjax.models.families.olmo3:FAMILY",
         "phi3": "specjax.models.families.phi3:FAMILY",
         "smollm3": "specjax.models.families.smollm3:FAMILY",
+        "qwen3_moe": "specjax.models.families.qwen3_moe:FAMILY",
+        "mixtral": "specjax.models.families.mixtral:FAMILY",
+        "glm4_moe": "specjax.models.families.glm4_moe:FAMILY",
     },
     "a specjax.interfaces.Family",
 )

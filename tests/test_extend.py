@@ -350,12 +350,14 @@ def test_weight_of_ones_own_multiplies_rows_with_their_experts(examples):
 
     rng = np.random.default_rng(0)
     arrays, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 24, 48), (2, 3, 24)))
-    ids = jnp.asarray(rng.integers(0, 5, (2, 3, 2)), jnp.int32)
+    x, chosen = x.reshape(-1, 24), rng.integers(0, 5, (6, 2))
+    pairs = matrix.Choices.of(jnp.asarray(chosen), 5)
     cfg = dense_config(8, 8, 8, 1, 1, 1, 8).running(products="my_weight:Int8")
     stack = matrix.pack({"e": arrays}, {"e": Param(arrays.shape, (None,) * 3, matrix=True)}, cfg)[
         "e"
     ]
     assert isinstance(stack, Int8) and stack.shape == (5, 24, 48)
     rounded = jnp.stack([Int8.pack(a, table=False).unpack() for a in arrays])
-    wanted = jnp.einsum("bti,bteio->bteo", x, rounded[ids])
-    np.testing.assert_allclose(matrix.experts(x, stack, ids), wanted, atol=1e-4)
+    wanted = jnp.einsum("ti,teio->teo", x, rounded[chosen])
+    out = pairs.restore(matrix.experts(pairs.sort(x), stack, pairs.sizes))
+    np.testing.assert_allclose(out, wanted, atol=1e-4)

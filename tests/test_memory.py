@@ -173,7 +173,7 @@ def test_a_scan_over_layers_reads_pages_where_they_lie():
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
     """Rows travel to whoever lacks them, pages nowhere."""
-    devices = np.array(jax.devices()[:4]).reshape(2, 1, 1, 2)
+    devices = np.array(jax.devices()[:4]).reshape(2, 1, 1, 1, 2)
     mesh = jax.sharding.Mesh(devices, MESH_AXES)
     rng, size = np.random.default_rng(3), 16
     pages, heads = 1 + BATCH * STRETCHES, (None, "tp", None, None)

@@ -30,7 +30,7 @@ from specjax.engine.programs import OnProgram
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.hub import portable
-from specjax.models.transformer import Params, record_shape
+from specjax.models.transformer import Params, record_form
 from specjax.parallel import sharding
 from specjax.settings import fingerprint, named_in
 from specjax.tokenizer import with_tokenizer_end
@@ -260,7 +260,7 @@ class Trainer:
         length = self.cfg.packing.row_length
         if self.cfg.rollout.partial:
             for count in self.row_sizes:
-                batch = empty_batch(count, length, record_shape(self.model))
+                batch = empty_batch(count, length, record_form(self.model))
                 self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
             states = [self.policy.states_shape(count, length) for count in self.row_sizes]

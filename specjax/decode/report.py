@@ -30,7 +30,7 @@ from specjax.decode.noise import noise_at
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING, Plan, put_positions
 from specjax.indexing import put, take
-from specjax.models.transformer import record_shape
+from specjax.models.transformer import no_records, record_form
 
 if TYPE_CHECKING:
     from specjax.decode.accept import Acceptance
@@ -180,8 +180,8 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
             number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
         )  # in the order of its fields
     logprobs, records = jnp.zeros((batch, room), jnp.float32), None
-    if (shape := record_shape(plan.cfg)) is not None:
-        records = jnp.full((batch, room, *shape), -1, jnp.int32)
+    if (form := record_form(plan.cfg)) is not None:
+        records = jnp.asarray(no_records(form, batch, room))
     return Report(logprobs, number, number - 1, transformed, top, rejections, records)
 
 

@@ -84,7 +84,7 @@ class Eagle3Head(HeadNetwork):
                 inputs = rms_norm(embedded, w["input_norm"], network.rms_norm_eps)
                 inputs = jnp.concatenate([inputs, normed.astype(embedded.dtype)], axis=-1)
             run = functools.partial(mix, number, layer.mixer)
-            x, new, _ = block(layer, w, x, where, network, run, inputs)
+            x, new, *_ = block(layer, w, x, where, network, run, inputs)
             rows.append(new)
         normed = rms_norm(x, self.w["norm"], network.rms_norm_eps)
         return normed, (normed if cfg.norm_output else x), rows

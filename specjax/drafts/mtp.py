@@ -124,7 +124,7 @@ class MTPHead(HeadNetwork):
     def through(self, index: int, hidden, embedded, where: Where, mix: Callable):
         w, [layer] = self.w["blocks"][index], self.layers
         x, run = self._inputs(w, hidden, embedded), functools.partial(mix, 0, layer.mixer)
-        x, rows, _ = block(layer, w["layer"], x, where, self.cfg, run)
+        x, rows, *_ = block(layer, w["layer"], x, where, self.cfg, run)
         return *self._outputs(w, x), [rows]
 
     def decode(self, index: int, hidden, embedded, where, pages, scratch=None):

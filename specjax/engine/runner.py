@@ -36,7 +36,7 @@ from specjax.engine.weights import Weights
 from specjax.interfaces import Draft
 from specjax.kernels import check, dispatch
 from specjax.memory import cost
-from specjax.models.transformer import Params, graphdef, laid_out, record_shape
+from specjax.models.transformer import Params, graphdef, laid_out, record_form
 from specjax.parallel import sharding
 from specjax.parallel.agreement import agreement_of
 from specjax.weights import matrix
@@ -108,7 +108,7 @@ class Runner:
         most_cache_bytes: int | None = None,
         widths: Sequence[int] = (),
     ):
-        record_shape(cfg)  # raises if the report has no room for the model's records
+        record_form(cfg)  # raises if the report has no room for the model's records
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.config, self.stride = config, widths[-1] if widths else 1
         drafts = spec is not None and not spec.is_off

@@ -10,6 +10,7 @@ when an engine or a trainer is built and its devices are known. A name is a row 
     context_attention   the same of rows that are split over devices, see `context_parallel`
     commit              new keys and values written to their pages
     product             rows times a weight that is stored in panels
+    experts             sorted rows, each times one matrix of a stack
     layers              whole decoder layers, of `Attention` and `Dense` and nothing derived from
                         them, in one call
 
@@ -248,6 +249,23 @@ def product(
             f"{panels.shape}"
         )
     return _serve("product", kernel or PANELS, lambda _, function: function(x, panels))
+
+
+def experts(
+    x: Float[Array, "M I"],
+    stack: Float[Array, "E I O"],
+    sizes: Int[Array, " E"],
+    *,
+    kernel: str = "reference",
+) -> Float[Array, "M O"]:
+    """Multiplies rows by one matrix each: the first `sizes[0]` rows by `stack[0]`, and so on.
+
+    Rows behind the last group are zero in the result. See `specjax.kernels.experts`.
+
+    Args:
+      kernel: a name of the table, or a path.
+    """
+    return _serve("experts", kernel, lambda _, function: function(x, stack, sizes))
 
 
 def runs_layers(cfg: ModelConfig) -> bool:

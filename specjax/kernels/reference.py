@@ -423,6 +423,20 @@ def causal_segment_mask(segment_ids: Int[Array, "B S"], window: int | None = Non
     return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
 
 
+def experts(
+    x: Float[Array, "M I"], stack: Float[Array, "E I O"], sizes: Int[Array, " E"]
+) -> Float[Array, "M O"]:
+    """Computes `specjax.kernels.dispatch.experts`: every row times every matrix, one by one."""
+    ends, index = jnp.cumsum(sizes), jnp.arange(len(x))[:, None]
+
+    def one(out, step):
+        matrix, begin, end = step
+        return jnp.where((begin <= index) & (index < end), x @ matrix, out), None
+
+    start = jnp.zeros((len(x), stack.shape[-1]), x.dtype)
+    return jax.lax.scan(one, start, (stack, ends - sizes, ends))[0]
+
+
 def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
     """Computes `specjax.kernels.dispatch.product`."""
     out = jnp.einsum("...k,pkw->...pw", x, panels, preferred_element_type=jnp.float32)

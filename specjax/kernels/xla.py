@@ -7,7 +7,7 @@ What they compute is in `reference.py`, and of rows that are split over devices 
 from __future__ import annotations
 
 from specjax.interfaces import Backend
-from specjax.kernels import commit, context_parallel
+from specjax.kernels import commit, context_parallel, experts
 from specjax.kernels.reference import (
     causal_attention,
     causal_attention_with_own,
@@ -29,6 +29,7 @@ BACKEND = Backend(
         "context_attention": context_parallel.attention,
         "commit": commit.by_scatter,
         "product": product,
+        "experts": experts.experts,
     },
     line="XLA reference",
     takes={

@@ -86,7 +86,7 @@ def block(
     mix: Callable[[Mapping[str, Matrix], Array], tuple[Array, Scratch]],
     inputs: Float[Array, "B T inputs"] | None = None,
     given: Array | None = None,
-) -> tuple[Array, Scratch, Array | None]:
+) -> tuple[Array, Scratch, Array | None, Mapping[str, Array] | None]:
     """Runs a decoder layer: mixer and mlp, each with its norms and a residual.
 
     Args:
@@ -100,7 +100,7 @@ def block(
       given: see `Mlp.run`.
 
     Returns:
-      states, what the mixer returns beside them, and what the mlp records.
+      states, what the mixer returns beside them, and what the mlp does.
     """
     whole = split = lambda x: x
     if cfg.run.sequence_parallel and where.form == "train":
@@ -118,8 +118,8 @@ def block(
         inputs = normed(x, "input_norm")
     mixed, scratch = mix(w, whole(inputs))
     x = added(x, mixed, "mixed_norm")
-    out, record = layer.mlp.run(w, whole(normed(x, "post_norm")), where, given)
-    return added(x, out, "mlp_norm"), scratch, record
+    out, record, figures = layer.mlp.run(w, whole(normed(x, "post_norm")), where, given)
+    return added(x, out, "mlp_norm"), scratch, record, figures
 
 
 class Block(nnx.Module):
@@ -157,8 +157,8 @@ class Block(nnx.Module):
         memory: Memory | None,
         scratch: Scratch | None,
         given: Array | None = None,
-    ) -> tuple[Array, Scratch, Array | None]:
-        """Runs the layer over rows, with norms and residuals; returns what it records of them.
+    ) -> tuple[Array, Scratch, Array | None, Mapping[str, Array] | None]:
+        """Runs the layer over rows, with norms and residuals; returns what `block` does.
 
         See `Mixer.run` and `Mlp.run` of `specjax.interfaces`.
         """

@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         keep=True,
         given=None,
     ) -> Forward:
-        cfg, x, records = self.cfg, self.embed_tokens(tokens), None
+        cfg, x, records, figures = self.cfg, self.embed_tokens(tokens), None, {}
         if cfg.run.sequence_parallel and where.form == "train":
             x = split_over_tp(x)
         wanted = sorted({self._boundary(tap) for tap in taps})
@@ -160,7 +160,7 @@ class Transformer(nnx.Module):
         else:
             angles = angles_of(cfg.layers, where.positions)
             where = where.replace(kernel=cfg.run.attention, angles=angles)
-            x, scratch, found, records = run_layers(
+            x, scratch, found, records, figures = run_layers(
                 self.layers, cfg, x, where, memory, scratch, wanted, keep, given
             )
         by_tap = dict(zip(wanted, found, strict=True))
@@ -168,7 +168,7 @@ class Transformer(nnx.Module):
             self.final_norm(x) if tap == "post_norm" else by_tap[self._boundary(tap)]
             for tap in taps
         )
-        return Forward(x, scratch, tuple(states), records)
+        return Forward(x, scratch, tuple(states), records, figures)
 
     def _boundary(self, tap: int | str) -> int:
         """Returns the number of layers that have run where a tap is taken."""
@@ -217,7 +217,7 @@ def run_layers(
     wanted: Sequence[int],
     keep: bool,
     given: Int[Array, "B T M ..."] | None = None,
-) -> tuple[Array, tuple[Scratch, ...] | None, list[Array], Array | None]:
+) -> tuple[Array, tuple[Scratch, ...] | None, list[Array], Array | None, dict[str, Array]]:
     """Runs all layers, scanned over the repeating patterns or unrolled; see the module text.
 
     Args:
@@ -226,7 +226,7 @@ def run_layers(
       given: records to use again; None: layers record anew.
 
     Returns:
-      states, scratch, the states that are wanted, and records.
+      states, scratch, the states that are wanted, records, and figures.
     """
     recording, of_layer = recording_layers(cfg), {}
     if given is not None:
@@ -243,7 +243,7 @@ def run_layers(
         }
         blocks = [by_number[number] for number in range(cfg.num_layers)]
         return _run_unrolled(blocks, cfg, x, where, memory, scratch, wanted, keep, of_layer)
-    found, rows, records, first, at = [], [], {}, 0, 0
+    found, rows, records, figures, first, at = [], [], {}, [], 0, 0
     for pattern, repeats in segments(cfg.layers):
         here = slice(at, at + len(pattern))
         parts = [part[1:] for part in split[here]]
@@ -255,15 +255,16 @@ def run_layers(
         stacked = [
             jnp.stack([of_layer[i] for i in of]) if of[0] in of_layer else None for of in numbers
         ]
-        x, new, states, facts = _run_scanned(
+        x, new, states, facts, more = _run_scanned(
             parts, cfg, x, where, of_segment, beside, [tap - first for tap in taken], keep, repeats,
             stacked,
         )  # fmt: skip
         for of, fact in zip(numbers, facts, strict=True):
             records |= {} if fact is None else dict(zip(of, fact, strict=True))
         found, rows, first, at = found + states, rows + new, end, at + len(pattern)
+        figures += more
     found += [x] * wanted.count(first)
-    return x, tuple(rows) if keep else None, found, _side_by_side(records)
+    return x, tuple(rows) if keep else None, found, _side_by_side(records), _means(figures)
 
 
 def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | None:
@@ -271,20 +272,36 @@ def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | Non
     return jnp.stack([records[i] for i in sorted(records)], axis=2) if records else None
 
 
-def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
-    """Returns the shape [M ..] of the records of one row, int32; None: no layer records any."""
+def _means(figures: Sequence[Mapping[str, Array] | None]) -> dict[str, Array]:
+    """Returns the mean of each figure over the layers that have it, each of one or of several."""
+    by_name: dict[str, list[Array]] = {}
+    for name, value in (item for one in figures if one for item in one.items()):
+        by_name.setdefault(name, []).append(value.reshape(-1))
+    return {name: jnp.concatenate(values).mean() for name, values in by_name.items()}
+
+
+def record_form(cfg: ModelConfig) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape [M ..] and dtype of the records of one row; None: no layer records any."""
     layers = recording_layers(cfg)
-    return (len(layers), *next(iter(layers.values()))) if layers else None
+    if not layers:
+        return None
+    first = next(iter(layers.values()))
+    return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype)
+
+
+def no_records(form: jax.ShapeDtypeStruct, *lead: int) -> np.ndarray:
+    """Returns records [.. M ..] of rows of which nothing is known, see `Mlp.run`."""
+    return np.full((*lead, *form.shape), np.array(-1).astype(form.dtype))
 
 
 @functools.lru_cache(maxsize=64)
-def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
-    """Returns the number of each layer whose mlp records anything, and the shape of its records.
+def recording_layers(cfg: ModelConfig) -> dict[int, jax.ShapeDtypeStruct]:
+    """Returns the number of each layer whose mlp records anything, and the form of its records.
 
-    The shape [..] is that of the record of one row.
+    The form [..] is that of the record of one row.
 
     Raises:
-      ValueError: the shapes differ, or a record is not int32.
+      ValueError: the forms differ, or a record does not consist of integers.
     """
     x = jax.ShapeDtypeStruct((1, 1, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype))
     where = Where("train", np.zeros((1, 1), np.int32), segments=np.ones((1, 1), np.int32))
@@ -298,9 +315,11 @@ def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
     found = {i: kinds[layer.mlp] for i, layer in enumerate(cfg.layers)}
     found = {i: fact for i, fact in found.items() if fact is not None}
     forms = {(fact.dtype.name, fact.shape[2:]) for fact in found.values()}
-    if len(forms) > 1 or any(dtype != "int32" for dtype, _ in forms):
-        raise ValueError(f"expected int32 records of one shape from all mlps, got {sorted(forms)}")
-    return {i: fact.shape[2:] for i, fact in found.items()}
+    if len(forms) > 1 or not all(jnp.issubdtype(dtype, jnp.integer) for dtype, _ in forms):
+        raise ValueError(
+            f"expected integer records of one dtype and shape from all mlps, got {sorted(forms)}"
+        )
+    return {i: jax.ShapeDtypeStruct(f.shape[2:], f.dtype) for i, f in found.items()}
 
 
 def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, given):
@@ -311,21 +330,22 @@ def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, g
     """
 
     def _run_block(graph, state, x, memory, scratch, given):
-        x, new, record = nnx.merge(graph, state).run(x, where, memory, scratch, given)
-        return x, new if keep else None, record
+        x, new, *rest = nnx.merge(graph, state).run(x, where, memory, scratch, given)
+        return x, new if keep else None, *rest
 
     run = _recomputed(cfg, _run_block, static_argnums=0)
     if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
         run = jax.jit(run, static_argnums=0)
-    rows, found, records = [], [], {}
+    rows, found, records, figures = [], [], {}, []
     for i, (graph, state) in enumerate(blocks):
         found += [x] * wanted.count(i)
         of_layer = memory and Memory(memory.pages[i], memory.slots[i])
-        x, new, record = run(graph, state, x, of_layer, scratch and scratch[i], given.get(i))
+        x, new, record, more = run(graph, state, x, of_layer, scratch and scratch[i], given.get(i))
         rows.append(new)
         records |= {} if record is None else {i: record}
+        figures.append(more)
     found += [x] * wanted.count(len(rows))
-    return x, tuple(rows) if keep else None, found, _side_by_side(records)
+    return x, tuple(rows) if keep else None, found, _side_by_side(records), _means(figures)
 
 
 def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, repeats: int, given):
@@ -336,7 +356,7 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
       given: for each layer of the pattern the records of its repeats [repeats B T ..], or None.
 
     Returns:
-      the results of `run_layers`, with records laid out as `given`.
+      the results of `run_layers`, with records and figures laid out as `given`.
     """
     graphs, states = zip(*blocks, strict=True)
     pages, slots = (None, None) if memory is None else memory
@@ -349,7 +369,7 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
     def body(carry, inputs):
         x, found = carry
         index, states, pages, scratch, given = inputs
-        rows, records = [], []
+        rows, records, figures = [], [], []
         for i, (graph, state) in enumerate(zip(graphs, states, strict=True)):
             number = index * len(graphs) + i
             found = [
@@ -364,16 +384,17 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
                 if by_table and (leaves := jax.tree.leaves(memory.pages[i])):
                     here = where.replace(table=where.table + index * leaves[0].shape[1])
             block = nnx.merge(graph, state)
-            x, new, record = block.run(x, here, of_layer, scratch and scratch[i], given[i])
+            x, new, record, more = block.run(x, here, of_layer, scratch and scratch[i], given[i])
             rows.append(new)
             records.append(record)
-        return (x, found), (rows if keep else [], records)
+            figures.append(more)
+        return (x, found), (rows if keep else [], records, figures)
 
     body = _recomputed(cfg, body)
     start = x, [jnp.zeros_like(x) for _ in inside]
     inputs = jnp.arange(repeats), states, None if by_table else pages, scratch, given
-    (x, found), (rows, records) = jax.lax.scan(body, start, inputs)
-    return x, rows, [*first, *found], records
+    (x, found), (rows, records, figures) = jax.lax.scan(body, start, inputs)
+    return x, rows, [*first, *found], records, figures
 
 
 def _recomputed(cfg: ModelConfig, layer, static_argnums=()):

@@ -1,13 +1,13 @@
 """Resharding of weights from the layout of training to that of rollouts, by one compiled program.
 
-Training splits weights over all of `fsdp`, `cp` and `tp`; rollouts over their own `tp` alone. Both
+Training splits weights over all axes but `data`; rollouts over their own `tp` alone. Both
 meshes have the same devices, and `sharding.rollout_mesh` orders the second so that the shard which
 a device needs begins with the one that it has: nothing is sent twice, and no device ever holds a
 whole weight that it does not keep. The steps for a weight [D N] that training splits over D and N
 are:
 
     slice        keep a part of N where the device holds a copy (`data` became `tp`)
-    all-to-all   exchange pieces of D for pieces of N (`fsdp` and `cp` became `tp`)
+    all-to-all   exchange pieces of D for pieces of N (`fsdp`, `expert` and `cp` became `tp`)
     all-gather   gather the dimensions that rollouts do not split
 
 Without these explicit steps XLA often gathers whole weights and slices them afterwards
@@ -270,7 +270,7 @@ class _Common(NamedTuple):
             raise Unrelated(f"{new} is not the rollout mesh of {old} with tp={tp}")
         kept = min(tp, shape["tp"])
         inner, wanted = {"tp": shape["tp"] // kept}, tp // kept
-        for axis in ("cp", "fsdp", "data"):  # the innermost first
+        for axis in ("cp", "expert", "fsdp", "data"):  # the innermost first
             inner[axis] = math.gcd(wanted, shape[axis])
             wanted //= inner[axis]
             if wanted > 1 and inner[axis] != shape[axis]:
@@ -279,7 +279,7 @@ class _Common(NamedTuple):
         sizes = [n for a in sharding.MESH_AXES for n in (shape[a] // inner[a], inner[a])]
         grid = old.devices.reshape(sizes)
         mesh = jax.sharding.Mesh(grid, [name for a in sharding.MESH_AXES for name in names[a]])
-        grown = tuple(names[axis][1] for axis in ("data", "fsdp", "cp"))
+        grown = tuple(names[axis][1] for axis in ("data", "fsdp", "expert", "cp"))
         return cls(mesh, names, {"tp": (names["tp"][0], *grown)})
 
     def axes(self, dims: int, spec, names: dict[str, MeshAxes]) -> tuple[MeshAxes, ...]:
@@ -295,6 +295,9 @@ class _Common(NamedTuple):
         left = [list(axes) for axes in old]
         slices, exchanges = [], []
         for dimension, axes in enumerate(new):
+            kept = tuple(a for a in old[dimension] if a in axes)
+            if kept != old[dimension][: len(kept)] or kept != axes[: len(kept)]:
+                raise Unrelated(f"cannot reshard from {old_spec} to {new_spec}")
             added = [a for a in axes if a not in old[dimension]]
             copies = tuple(a for a in added if not any(a in here for here in old))
             if copies:

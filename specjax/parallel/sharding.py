@@ -23,18 +23,20 @@ from specjax.interfaces import Axes
 from specjax.settings import option
 
 # From the slowest links to the fastest: neighbours in the last axis are neighbours in the machine.
-MESH_AXES = ("data", "fsdp", "cp", "tp")
+MESH_AXES = ("data", "fsdp", "expert", "cp", "tp")
 
 PHYSICAL = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "sequence": ("cp",),  # tokens of packed rows in training; rollouts have no such axis
     "rows": ("cp", "tp"),  # the same, of states between layers under `mesh.sequence_parallel`
     "vocab": ("tp",),
     # `cp` also splits weights, so devices that share a long row hold no copies of them.
-    "embed": ("fsdp", "cp"),
+    "embed": ("fsdp", "expert", "cp"),
     "heads": ("tp",),
     "mlp": ("tp",),
-    "expert": ("fsdp", "cp"),  # reserved: replaces `embed`, which then stays whole
+    # Whole experts are divided, and not their width: they are narrow.
+    "expert": ("tp", "expert"),
+    "expert_embed": ("fsdp", "cp"),
     None: (),
 }
 
@@ -46,7 +48,9 @@ class MeshConfig:
     Attributes:
       data: devices that the rows of a batch are split over.
       fsdp: devices that rows, weights and optimizer states are split over.
-      tp: devices that heads, feed-forward width and vocabulary are split over.
+      expert: as fsdp, but experts of mixtures are divided among these devices, which gather rows in
+        place of weights; see `specjax.models.mlps.moe`.
+      tp: devices that heads, feed-forward width, experts and vocabulary are split over.
       cp: devices that the tokens of each packed row are split over in training.
       sequence_parallel: whether the tokens of states between the products of layers are split over
         `tp` in training, too.
@@ -54,6 +58,7 @@ class MeshConfig:
 
     data: int = option(1, least=1)
     fsdp: int = option(1, least=1)
+    expert: int = option(1, least=1)
     tp: int = option(1, least=1)
     cp: int = option(1, least=1)
     sequence_parallel: bool = option(False, needs="splits_products")
@@ -70,7 +75,7 @@ class MeshConfig:
     @property
     def row_devices(self) -> int:
         """The number of devices among which packed rows are divided."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     @property
     def row_multiple(self) -> int:
@@ -107,8 +112,8 @@ def rollout_mesh(mesh: jax.sharding.Mesh, tp: int | None = None) -> jax.sharding
     """Returns the rollout mesh over the devices of a training mesh: weights split over `tp` alone.
 
     A device's shard begins with its shard in training, so that resharding only adds to it. Where
-    `tp` is larger than in training, neighbours in `cp`, `fsdp` and `data`, in this order, divide a
-    shard.
+    `tp` is larger than in training, neighbours in `cp`, `expert`, `fsdp` and `data`, in this order,
+    divide a shard.
 
     Args:
       tp: number of devices that split the weights; None: as in training.
@@ -126,7 +131,7 @@ def rollout_mesh(mesh: jax.sharding.Mesh, tp: int | None = None) -> jax.sharding
         )
     grid = mesh.devices.reshape(-1, more, held // fewer, fewer)
     return jax.sharding.Mesh(
-        grid.transpose(0, 3, 2, 1).reshape(mesh.size // tp, 1, 1, tp), MESH_AXES
+        grid.transpose(0, 3, 2, 1).reshape(mesh.size // tp, 1, 1, 1, tp), MESH_AXES
     )
 
 
@@ -151,7 +156,7 @@ def replica_meshes(
     if training is not None and training.size == replicas * tp:
         with contextlib.suppress(ValueError):  # one tp is no multiple of the other: any grouping
             groups = rollout_mesh(training, tp).devices
-    groups = groups.reshape(replicas, 1, 1, 1, tp)
+    groups = groups.reshape(replicas, 1, 1, 1, 1, tp)
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
 
 
@@ -180,7 +185,7 @@ def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh
     apart = None not in meshes and len(set(devices)) == len(devices)
     if not apart or any(mesh.size != mesh.shape["tp"] for mesh in meshes):
         return None
-    return jax.sharding.Mesh(np.array(devices).reshape(len(meshes), 1, 1, -1), MESH_AXES)
+    return jax.sharding.Mesh(np.array(devices).reshape(len(meshes), 1, 1, 1, -1), MESH_AXES)
 
 
 # Simulated devices wait for each other in threads. XLA's concurrency-optimised scheduler may start

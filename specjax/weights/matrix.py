@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Param, Params, Weight
 from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
+from specjax.kernels.experts import by_blocks
 from specjax.parallel import sharding
 from specjax.registry import FORMATS, check_setting
 
@@ -151,30 +152,68 @@ def rows(matrix: Matrix, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
 
 
 def experts(
-    x: Float[Array, "B T I"], stack: Matrix, ids: Int[Array, "B T E"]
-) -> Float[Array, "B T E O"]:
-    """Multiplies each row by the E matrices that it chooses from a stack [N I O].
-
-    To multiply a different row by each of the E matrices, such as rows of a result of this
-    function, call it with x [B T*E I] and ids [B T*E 1].
-
-    Every row is multiplied by every matrix, and the products that it does not choose are dropped:
-    N / E times the necessary arithmetic, but each product is that of `dot`, whose bits do not
-    depend on the choices of other rows. A `Weight` may have an `experts` of its own.
+    x: Float[Array, "M I"], stack: Matrix, sizes: Int[Array, " E"], kernel: str = "reference"
+) -> Float[Array, "M O"]:
+    """Multiplies rows that are sorted by their matrix of a stack [E I O], see `Choices`.
 
     Args:
-      ids: chosen matrices, from 0 to N - 1; for other values the result is 0.
+      sizes: number of rows of each matrix; rows behind those are zero in the result.
+      kernel: name of the backend that multiplies by arrays, see `specjax.kernels.dispatch`.
     """
+    if is_array(stack):
+        return dispatch.experts(x, stack.astype(x.dtype), sizes, kernel=kernel)
     if hasattr(stack, "experts"):
-        return stack.experts(x, ids).astype(x.dtype)
-    count, *_, width = stack.shape
+        return stack.experts(x, sizes).astype(x.dtype)
+    return by_blocks(x, stack, sizes, dot)
 
-    def one(found, step):
-        number, matrix = step
-        return jnp.where((ids == number)[..., None], dot(x, matrix)[..., None, :], found), None
 
-    start = jnp.zeros((*ids.shape, width), x.dtype)
-    return jax.lax.scan(one, start, (jnp.arange(count), stack))[0]
+class Choices(NamedTuple):
+    """Rows that each choose k of E matrices, sorted by what they choose.
+
+    All is done by gathers, gradients too: sums of scattered rows would depend on the order in which
+    a GPU adds them.
+
+    Attributes:
+      order: the pairs of a row and its choice, numbered row by row, in the order of the matrices.
+      place: the place of each pair in that order.
+      sizes: number of pairs of each matrix.
+    """
+
+    order: Int[Array, " rows*k"]
+    place: Int[Array, "rows k"]
+    sizes: Int[Array, " E"]
+
+    @classmethod
+    def of(cls, ids: Int[Array, "rows k"], count: int) -> Choices:
+        """Sorts choices of `count` matrices; those outside of 0 .. count - 1 come last."""
+        ids = jnp.where((ids >= 0) & (ids < count), ids, count)
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        sizes = (ids.reshape(-1, 1) == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        return cls(order, jnp.argsort(order).reshape(ids.shape), sizes)
+
+    def sort(self, x: Float[Array, "rows D"]) -> Float[Array, "rows*k D"]:
+        """Repeats each row for its choices, in the order of the matrices."""
+        return _sort(x, self.order, self.place)
+
+    def restore(self, y: Float[Array, "rows*k D"]) -> Float[Array, "rows k D"]:
+        """Returns the results of sorted rows, row by row."""
+        return _restore(y, self.order, self.place)
+
+
+@jax.custom_vjp
+def _sort(x, order, place):
+    return x[order // place.shape[1]]
+
+
+@jax.custom_vjp
+def _restore(y, order, place):
+    return y[place]
+
+
+_sort.defvjp(lambda x, *of: (_sort(x, *of), of), lambda of, d: (d[of[1]].sum(1), None, None))
+_restore.defvjp(
+    lambda y, *of: (y[of[1]], of), lambda of, d: (d.reshape(-1, d.shape[-1])[of[0]], None, None)
+)
 
 
 def transposed(matrix: Matrix) -> Matrix:

@@ -162,7 +162,7 @@ class Relu2(Dense):
         gate, up = jnp.split(dot(x, w["gate_up"]), 2, -1) if "gate_up" in w else (
             dot(x, w["gate"]), dot(x, w["up"])
         )  # fmt: skip
-        return dot(jax.nn.relu(gate) ** 2 * up, w["down"]), None
+        return dot(jax.nn.relu(gate) ** 2 * up, w["down"]), None, None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,15 +77,6 @@ def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
     assert here < 0.3 * one_device
 
 
-def test_experts_are_split_in_place_of_the_width(mesh):
-    axes = {"expert_up": ("expert", None, "mlp"), "expert_down": ("expert", "mlp", None)}
-    shapes = {"expert_up": (2, 4, 16, 32), "expert_down": (2, 4, 32, 16)}
-    tree = {name: jax.ShapeDtypeStruct(dims, "float32") for name, dims in shapes.items()}
-    found = sharding.param_shardings(mesh, {"layers": tree}, axes)["layers"]
-    assert found["expert_up"].shard_shape(shapes["expert_up"]) == (2, 2, 16, 16)
-    assert found["expert_down"].shard_shape(shapes["expert_down"]) == (2, 2, 16, 16)
-
-
 def test_dimensions_that_do_not_divide_are_kept_whole_and_reported(tiny_policy):
     cfg, params, _ = hf.load_checkpoint(tiny_policy, "float32")
     axes = param_axes(cfg)

@@ -23,7 +23,7 @@ from specjax.models.families import FAMILIES, add_family
 from specjax.models.families.dense import DenseFamily
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
-from specjax.models.transformer import init_params, record_shape
+from specjax.models.transformer import init_params, record_form
 from train import rl
 from train.loss.packing import Sample, pack
 from train.loss.policy import PolicyTrainer
@@ -123,7 +123,7 @@ def test_the_programs_of_a_run_are_the_warmed_and_the_planned_ones(policy, tmp_p
     }
     cfg, _ = parse_config(RLConfig, tiny_run.arguments(policy, tmp_path / "run", **changes))
     trainer = rl.Trainer(cfg)
-    assert record_shape(trainer.model) == (trainer.model.num_layers,)
+    assert record_form(trainer.model).shape == (trainer.model.num_layers,)
     ran, accumulate = [], trainer.policy._accumulate
 
     def watched(params, gradients, batch, counts):

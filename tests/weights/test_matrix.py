@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from tiers import slow_but
 
-from specjax.interfaces import Fused, Param
+from specjax.interfaces import Param
 from specjax.models.families.dense import dense_config
+from specjax.models.mlps.moe import Mixture
 from specjax.models.rows import param_axes
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
 from specjax.parallel import sharding
@@ -98,23 +99,29 @@ def test_rows_are_multiplied_with_the_experts_that_they_choose(name, monkeypatch
     stack = jax.tree.map(lambda *parts: jnp.stack(parts), *map(FORMATS[name], arrays))
     assert tuple(stack.shape) == (5, 24, 48)
     np.testing.assert_array_equal(matrix.unpack(stack), arrays)
-    found = jax.jit(matrix.experts)(x, stack, ids)
-    wanted = jnp.einsum("bti,bteio->bteo", x, arrays[ids])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    # What comes out are rows of their own, which go back through experts of the other shape.
-    turned = jax.vmap(matrix.transposed)(stack)
-    back = matrix.experts(found.reshape(2, 6, 48), turned, ids.reshape(2, 6, 1))
-    wanted = jnp.einsum("bteo,bteio->btei", wanted, arrays[ids])
-    np.testing.assert_allclose(back.reshape(2, 3, 2, 24), wanted, rtol=1e-4, atol=1e-4)
+    ids, x = ids.reshape(-1, 2), x.reshape(-1, 24)
+
+    @jax.jit
+    def there_and_back(x, stack, ids):
+        chosen = matrix.Choices.of(ids, 5)
+        out = matrix.experts(chosen.sort(x), stack, chosen.sizes)
+        turned = jax.vmap(matrix.transposed)(stack)
+        return chosen.restore(out), chosen.restore(matrix.experts(out, turned, chosen.sizes))
+
+    out, back = there_and_back(x, stack, ids)
+    wanted = jnp.einsum("ti,teio->teo", x, arrays[ids])
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+    wanted = jnp.einsum("teo,teio->tei", wanted, arrays[ids])
+    np.testing.assert_allclose(back, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_format_may_have_experts_of_its_own():
     class Own(Halves):
-        def experts(self, x, ids):
-            return jnp.full((*ids.shape, self.shape[-1]), 7.0)
+        def experts(self, x, sizes):
+            return jnp.full((len(x), self.shape[-1]), 7.0)
 
-    found = matrix.experts(jnp.ones((1, 2, 4)), Own(jnp.ones((3, 4, 8))), jnp.zeros((1, 2, 1), int))
-    assert found.shape == (1, 2, 1, 8) and (found == 7).all()
+    out = matrix.experts(jnp.ones((2, 4)), Own(jnp.ones((3, 4, 8))), jnp.array([1, 0, 1]))
+    assert out.shape == (2, 8) and (out == 7).all()
 
 
 def test_matrices_and_tables_are_put_into_a_format_and_nothing_else():
@@ -165,40 +172,11 @@ def test_a_model_in_a_format_computes_what_its_arrays_do(scan, tied):
     assert arrays["embed"].shape == halves["embed"].shape
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoOfFour:
-    """Four experts of which each row takes two, as `Dense` has them; gate and up are fused."""
-
-    kind = "two of four"
-    size: int
-
-    def params(self, width):
-        axes = ("expert", None, "mlp")
-        into, out = (4, width, self.size), (4, self.size, width)
-        return {
-            "router": Param((width, 4), ("embed", None)),
-            "gate": Param(into, axes, matrix=True, fused=Fused("gate_up", 0)),
-            "up": Param(into, axes, matrix=True, fused=Fused("gate_up", 1)),
-            "down": Param(out, ("expert", "mlp", None), matrix=True, residual=True),
-        }
-
-    def run(self, w, x, where, given=None):
-        weights, ids = jax.lax.top_k(jax.nn.softmax(x @ w["router"].astype(x.dtype)), 2)
-        if "gate_up" in w:
-            gate, up = jnp.split(matrix.experts(x, w["gate_up"], ids), 2, axis=-1)
-        else:
-            gate, up = (matrix.experts(x, w[name], ids) for name in ("gate", "up"))
-        inside = jax.nn.silu(gate) * up
-        rows = inside.reshape(x.shape[0], -1, self.size)
-        out = matrix.experts(rows, w["down"], ids.reshape(*rows.shape[:2], 1))
-        return (out.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), ids
-
-
 @pytest.mark.parametrize("products", ["panels", HALVES])
 @pytest.mark.parametrize("scan", slow_but([True, False], False))
 def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
     monkeypatch.setattr(matrix.dispatch, "PANELS", "reference")
-    layers = tuple(dataclasses.replace(layer, mlp=TwoOfFour(48)) for layer in CFG.layers)
+    layers = tuple(dataclasses.replace(layer, mlp=Mixture(4, 2, 48)) for layer in CFG.layers)
     cfg = CFG.replace(layers=layers).running(scan_layers=scan)
     params, tokens = init_params(cfg, 3), jnp.arange(12).reshape(2, 6)
     positions, segments = jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
@@ -209,7 +187,7 @@ def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
         return found.x, found.records
 
     made = to_decode_layout(params, cfg.running(products=products))
-    stack = made["layers"]["down"] if scan else made["layers"][0]["down"]
+    stack = made["layers"]["experts_down"] if scan else made["layers"][0]["experts_down"]
     assert not matrix.is_array(stack)
     assert tuple(stack.shape) == ((2,) if scan else ()) + (4, 48, 32)
     wanted, chosen = states(cfg, params, "stacked")
@@ -219,11 +197,13 @@ def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
     assert len(np.unique(chosen)) == 4
 
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))
-    [split] = jax.tree.leaves(sharding.param_shardings(mesh, {"down": stack}, param_axes(cfg)))
-    array = {"down": jnp.zeros((4, 48, 32))}
-    [whole] = jax.tree.leaves(sharding.param_shardings(mesh, array, param_axes(cfg)))
+    split, whole = (
+        sharding.param_shardings(mesh, {"experts_down": stack}, param_axes(cfg))["experts_down"]
+        for stack in (stack, jnp.zeros((4, 48, 32)))
+    )
+    [split] = jax.tree.leaves(split)
     there = [jax.P(*filter(None, one.spec)) for one in (split, whole)]
-    assert there == [jax.P(("fsdp", "cp"), ("tp",))] * 2
+    assert there == [jax.P(("tp", "expert"), ("fsdp", "cp"))] * 2
 
 
 def test_a_matrix_in_a_format_is_split_over_devices_like_its_array():
@@ -238,4 +218,4 @@ def test_a_matrix_in_a_format_is_split_over_devices_like_its_array():
     placed = jax.device_put(made, found)
     assert placed["layers"]["down"].half.sharding == split["layers"]["down"]
     panels = sharding.param_shardings(mesh, {"q": Panels(jnp.zeros((4, 8, 16)))}, axes)
-    assert panels["q"].packed.spec == jax.P(("tp",), ("fsdp", "cp"), None)
+    assert panels["q"].packed.spec == jax.P(("tp",), ("fsdp", "expert", "cp"), None)

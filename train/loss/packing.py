@@ -29,7 +29,10 @@ prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
+
+from specjax.models.transformer import no_records
 
 _FIELDS = {
     "tokens": np.int32,
@@ -128,7 +131,8 @@ def pack(
         if len(layout) > num_batches * rows:
             raise ValueError(f"{len(layout)} rows do not fit {num_batches} x {rows}")
         counts = [rows] * num_batches
-    facts = next((s.records.shape[1:] for s in samples if s.records is not None), None)
+    facts = next((s.records for s in samples if s.records is not None), None)
+    facts = None if facts is None else jax.ShapeDtypeStruct(facts.shape[1:], facts.dtype)
     batches = [empty_batch(count, row_length, facts) for count in counts]
     places = [(batch, row) for batch in batches for row in range(len(batch["tokens"]))]
     for (batch, row), members in zip(places, layout, strict=False):
@@ -157,17 +161,19 @@ def pack_demonstrations(
     return pack(samples, row_length, rows, num_batches, loss_on)
 
 
-def empty_batch(rows: int, row_length: int, facts: tuple[int, ...] | None = None) -> PackedBatch:
+def empty_batch(
+    rows: int, row_length: int, facts: jax.ShapeDtypeStruct | None = None
+) -> PackedBatch:
     """A micro-batch of padding alone.
 
     Args:
-      facts: [M ..] of a token's records, see `specjax.models.transformer.record_shape`; None: of
+      facts: [M ..] of a token's records, see `specjax.models.transformer.record_form`; None: of
         samples that bring none.
     """
     batch = {name: np.zeros((rows, row_length), dtype) for name, dtype in _FIELDS.items()}
     batch["sample_ids"] -= 1
     if facts is not None:
-        batch["records"] = np.full((rows, row_length, *facts), -1, np.int32)
+        batch["records"] = no_records(facts, rows, row_length)
     return batch
 
 

@@ -31,7 +31,7 @@ from specjax.models.transformer import (
     Params,
     init_params,
     laid_out,
-    record_shape,
+    record_form,
     split_layout,
     to_decode_layout,
 )
@@ -238,7 +238,7 @@ class Shapes:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a micro-batch for the policy's update, of the most rows."""
         cfg = self.cfg
-        facts = record_shape(self.model)
+        facts = record_form(self.model)
         host = empty_batch(max(cfg.row_sizes), cfg.packing.row_length, facts)
         scores = scores_to_add(cfg) + ["ref_logprobs"] * bool(cfg.algo.kl_loss_coef)
         host |= {name: host["old_logprobs"] for name in scores}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError
 from specjax.config.model import Layer, LogitForm, ModelConfig
@@ -59,7 +59,7 @@ class DenseFamily:
     Attributes:
       model_type: see `Family`, as for the attributes up to `inert`.
       qkv_bias: whether q, k and v have biases; None: the key `attention_bias` says it.
-      qk_norm: whether queries and keys are normed.
+      qk_norm: whether queries and keys are normed; None: the key `use_qk_norm` says it.
       norms: where the norms of a layer are, see `Layer`.
       norm_offset: whether norms multiply by 1 + w.
       wide_norm: see `Attention`.
@@ -69,13 +69,16 @@ class DenseFamily:
       partial_rotary: whether a part of each head may be rotated.
       options: numbers that are fields of the config.
       defaults: keys and their values where a file lacks them.
+      mlp_kinds: classes of the mlps (a class attribute).
     """
+
+    mlp_kinds: ClassVar[tuple[type, ...]] = (Dense,)
 
     model_type: str
     architecture: str
     head_style: str | None = None
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     layer_prefix: str = common.LAYER_PREFIX
     mtp_key: str = common.MTP_KEY
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -98,7 +101,7 @@ class DenseFamily:
         keys = keys.with_defaults(self.defaults)
         heads, kv_heads, head_dim = common.read_heads(keys, "head_dim" in self.defaults)
         count = keys.integer("num_hidden_layers", most=common.MOST_LAYERS)
-        common.refuse(keys, common.not_dense(keys))
+        common.refuse(keys, self.problems(keys))
         activation = keys.text(self.activation_key, self.activation)
         if activation not in ACTIVATIONS:
             expected = f"expected one of {', '.join(ACTIVATIONS)}"
@@ -112,13 +115,13 @@ class DenseFamily:
         biased = keys.flag("attention_bias", False if self.qkv_bias is None else None)
         if self.qkv_bias is False and biased:
             common.refuse(keys, ["attention_bias true"])
+        qk_norm = keys.flag("use_qk_norm") if self.qk_norm is None else self.qk_norm
         mixer = Attention(
-            heads, kv_heads, head_dim, qkv_bias=self.qkv_bias or biased, qk_norm=self.qk_norm,
-            norm_eps=eps, norm_offset=self.norm_offset and self.qk_norm, wide_norm=self.wide_norm,
+            heads, kv_heads, head_dim, qkv_bias=self.qkv_bias or biased, qk_norm=qk_norm,
+            norm_eps=eps, norm_offset=self.norm_offset and qk_norm, wide_norm=self.wide_norm,
             **fields["mixer"],
         )  # fmt: skip
-        mlp = Dense(keys.integer("intermediate_size"), activation)
-        layer = Layer(mixer, mlp, self.norms, self.norm_offset, **fields["layer"])
+        mlps = self.mlps(keys, count, activation)
         windows = self.windows(keys, count)
         ropes = self.ropes(keys, max_position, windows)
         for rope in {*ropes}:
@@ -134,10 +137,14 @@ class DenseFamily:
             vocab_size=keys.integer("vocab_size"),
             hidden_size=width,
             layers=tuple(
-                dataclasses.replace(
-                    layer, mixer=dataclasses.replace(mixer, window=window, rope=rope)
+                Layer(
+                    dataclasses.replace(mixer, window=window, rope=rope),
+                    mlp,
+                    self.norms,
+                    self.norm_offset,
+                    **fields["layer"],
                 )
-                for window, rope in zip(windows, ropes, strict=True)
+                for window, rope, mlp in zip(windows, ropes, mlps, strict=True)
             ),
             model_type=self.model_type,
             rms_norm_eps=eps,
@@ -147,6 +154,14 @@ class DenseFamily:
             logits=LogitForm(**fields["logits"]),
             **fields["model"],
         )
+
+    def problems(self, keys: Keys) -> list[str]:
+        """Lists what a config asks for and the family does not compute."""
+        return common.not_dense(keys)
+
+    def mlps(self, keys: Keys, layers: int, activation: str) -> Sequence[Any]:
+        """Returns the mlp of each layer."""
+        return [Dense(keys.integer("intermediate_size"), activation)] * layers
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         """Returns the window of each layer; None: the layer sees all positions before its own."""
@@ -160,22 +175,22 @@ class DenseFamily:
         """See `Family.write`."""
         cfg = cfg.for_length(cfg.max_position)
         layer, windows = cfg.layers[0], tuple(x.mixer.window for x in cfg.layers)
-        mixer, mlp = layer.mixer, layer.mlp
+        mixer = layer.mixer
         # A class derived from one of them may compute something else than the family means.
         kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
-        if others := sorted(kind.__name__ for kind in kinds - {Attention, Dense}):
-            self.refuse("has Attention and Dense in every layer", ", ".join(others))
+        if others := sorted(kind.__name__ for kind in kinds - {Attention, *self.mlp_kinds}):
+            names = " or ".join(kind.__name__ for kind in self.mlp_kinds)
+            self.refuse(f"has Attention and {names} in every layer", ", ".join(others))
         parts = {"mixer": mixer, "layer": layer, "model": cfg, "logits": cfg.logits}
         values = {o.key: (o.write, getattr(parts[o.part], o.field)) for o in self.options}
         raw = {
             "vocab_size": cfg.vocab_size,
             "hidden_size": cfg.hidden_size,
-            "intermediate_size": mlp.intermediate_size,
             "num_hidden_layers": cfg.num_layers,
             "num_attention_heads": mixer.num_heads,
             "num_key_value_heads": mixer.num_kv_heads,
             "head_dim": mixer.head_dim,
-            self.activation_key: mlp.activation,
+            self.activation_key: layer.mlp.activation,
             "attention_bias": mixer.qkv_bias,
             "attention_dropout": 0.0,
             "max_position_embeddings": cfg.max_position,
@@ -183,6 +198,8 @@ class DenseFamily:
             "tie_word_embeddings": cfg.tie_embeddings,
             "use_cache": True,
             **{key: None if x is None else write(x) for key, (write, x) in values.items()},
+            **({"use_qk_norm": mixer.qk_norm} if self.qk_norm is None else {}),
+            **self.mlps_json([x.mlp for x in cfg.layers]),
             **self.windows_json(windows),
             **self.ropes_json(cfg),
         }
@@ -193,6 +210,10 @@ class DenseFamily:
                 f"model_type {self.model_type!r} cannot express {different}; set another one"
             )
         return raw
+
+    def mlps_json(self, mlps: Sequence[Any]) -> dict[str, Any]:
+        """Returns the keys that `mlps` reads, but for the activation."""
+        return {"intermediate_size": mlps[0].intermediate_size}
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
         """Returns the keys that `windows` reads.

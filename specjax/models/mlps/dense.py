@@ -61,7 +61,7 @@ class Dense:
 
     def run(
         self, w: Params, x: Float[Array, "B T D"], where: Where | None = None, given: Any = None
-    ) -> tuple[Float[Array, "B T D"], None]:
+    ) -> tuple[Float[Array, "B T D"], None, None]:
         """Runs the network over rows, without the residual; it records nothing."""
 
         def product(x: Array, name: str) -> Array:
@@ -72,4 +72,4 @@ class Dense:
             gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)
         else:
             gate, up = product(x, "gate"), product(x, "up")
-        return product(ACTIVATIONS[self.activation](gate) * up, "down"), None
+        return product(ACTIVATIONS[self.activation](gate) * up, "down"), None, None

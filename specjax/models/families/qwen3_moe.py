@@ -1,0 +1,25 @@
+"""Qwen3's mixtures of experts (arXiv 2505.09388), such as Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.checked_json import Keys
+from specjax.models.families.mixture import MixtureFamily
+from specjax.models.families.qwen2 import QwenFamily
+
+
+class Qwen3MoeFamily(MixtureFamily, QwenFamily):
+    """Layers that `mlp_only_layers` lists are dense, and those between every few mixtures."""
+
+    def sparse(self, keys: Keys, layers: int) -> list[bool]:
+        step, dense = keys.integer("decoder_sparse_step", 1), keys.numbers("mlp_only_layers")
+        return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+    def sparse_json(self, sparse: Sequence[bool]) -> dict[str, Any]:
+        dense = [i for i, one in enumerate(sparse) if not one]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+FAMILY = Qwen3MoeFamily("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, normed=False)
