@@ -417,6 +417,7 @@ def build_programs(
         taps=inner_taps(trained) if trained_online else (),
         chunk=cfg.logprob_chunk_size,
         entropy_gradient=cfg.algo.entropy_coeff > 0,
+        router_aux_loss_coef=cfg.algo.router_aux_loss_coef,
     )
     draft, replica_drafts = None, []
     if trained_online:

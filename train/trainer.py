@@ -40,7 +40,14 @@ from train.data.checks import held_out, read_inputs
 from train.heads.files import require_same_head, starting_head
 from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.flops import UpdateSpeed
-from train.loss.packing import Sample, empty_batch, pack, padding_share
+from train.loss.packing import (
+    PackedBatch,
+    Sample,
+    empty_batch,
+    pack,
+    padding_share,
+    routed_anew,
+)
 from train.loss.terms import count_denominators, finalize_metrics, k1
 from train.programs import (
     as_computed,
@@ -258,9 +265,10 @@ class Trainer:
         if self.eval_engine is not None:
             self._warm_up_evaluation()
         length = self.cfg.packing.row_length
-        if self.cfg.rollout.partial:
+        records = record_form(self.model)
+        if self.cfg.rollout.partial or records is not None:
             for count in self.row_sizes:
-                batch = empty_batch(count, length, record_form(self.model))
+                batch = empty_batch(count, length, records)
                 self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
             states = [self.policy.states_shape(count, length) for count in self.row_sizes]
@@ -374,9 +382,15 @@ class Trainer:
 
     def _score_carried(self) -> None:
         """Scores the new tokens of carried groups with the weights that sampled them."""
+        replayed = self.cfg.algo.routing_replay
+
+        def logprobs(batch: PackedBatch) -> np.ndarray:
+            placed = self.policy.place(batch)
+            return self._fetched_logprobs(self.params, placed if replayed else routed_anew(placed))
+
         score_new_tokens(
             self.rollouts.carried,
-            lambda batch: self._fetched_logprobs(self.params, self.policy.place(batch)),
+            logprobs,
             self.cfg.packing.row_length,
             self.row_sizes,
         )
@@ -415,6 +429,8 @@ class Trainer:
                 # Samples that are masked as truncated count, as in TRL.
                 denominators.append(count_denominators(updates[-1], len(shard)))
         metrics["train/padding_share"] = padding_share(b for batches in updates for b in batches)
+        if "records" in updates[0][0]:
+            metrics |= self._replay_difference(updates[0][0])
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         jax.block_until_ready(updates)
         for_head, states_of_head, total, started = [], [], {}, time.perf_counter()
@@ -451,7 +467,7 @@ class Trainer:
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
             placed, ids = self.policy.place(batch), batch["sample_ids"]
             kl = self._fetched_logprobs(self.params, placed)
-            kl = k1(kl, self._fetched_logprobs(self.reference, placed))
+            kl = k1(kl, self._fetched_logprobs(self.reference, routed_anew(placed)))
             for i in np.unique(ids[ids >= 0]).tolist():
                 generated = batch["positions"] >= len(samples[i].prompt_ids)
                 of_samples[i] = kl[(ids == i) & generated]
@@ -460,11 +476,23 @@ class Trainer:
     def _scored(self, batch: dict) -> dict:
         """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
         placed = self.policy.place(batch)
+        if not self.cfg.algo.routing_replay:
+            placed = routed_anew(placed)
         for name in scores_to_add(self.cfg):
             placed[name] = self.policy.logprobs(self.params, placed)
         if self.cfg.algo.kl_loss_coef:
-            placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
+            placed["ref_logprobs"] = self.policy.logprobs(self.reference, routed_anew(placed))
         return placed
+
+    def _replay_difference(self, batch: dict) -> dict[str, float]:
+        """Measures on one micro-batch how far trainer and rollout are apart, routed either way."""
+        fresh = (batch["loss_mask"] > 0) & (batch["staleness"] == 0)
+        placed, metrics = self.policy.place(batch), {}
+        for name, routed in (("with", placed), ("without", routed_anew(placed))):
+            off = self._fetched_logprobs(self.params, routed) - batch["behaviour_logprobs"]
+            key = f"train/train_rollout_logprob_abs_diff_{name}_replay"
+            metrics[key] = float(np.abs(off)[fresh].mean()) if fresh.any() else 0.0
+        return metrics
 
     def _update_draft(self, batches: list, states: list) -> dict[str, float]:
         """Trains the head on the states of the old policy; returns the metrics of its update.

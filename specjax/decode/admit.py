@@ -117,7 +117,7 @@ def prefill(
     state: DecodeState,
     kept: Prompts,
     piece: Piece,
-) -> tuple[DecodeState, Prompts]:
+) -> tuple[DecodeState, Prompts, Int[Array, "prompts T M ..."] | None]:
     """Runs a piece of some prompts through target and draft source, and writes it to their memory.
 
     Rows past a prompt's end are written to pages as well, and never visible. A prompt's first piece
@@ -125,6 +125,9 @@ def prefill(
 
     Args:
       kept: what is kept of all prompts; the rows of the piece's prompts are updated.
+
+    Returns:
+      the state, what is kept, and the records of the positions, see `Mlp.run`.
     """
     tail = plan.source.needs.states if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
@@ -134,13 +137,14 @@ def prefill(
     slots = choose_slots(start == 0, empty_slots(plan.cfg, len(start)), before)
     target = Memory(state.memory.pages, slots)
     found = model.decode(piece.tokens[:, :count], where, target, taps=plan.taps)
+    records = found.records
     to = Commit(start, table, after_of(found.x))
     known = jnp.clip(piece.length - 1 - start, 0, count)  # without the root
     target = commit(plan.cfg, target, found.scratch, None, known, to)
     kept = kept._replace(slots=put_slots(kept.slots, piece.prompts, target.slots))
     state = state._replace(memory=state.memory._replace(pages=target.pages))
     if plan.source is None:
-        return state, kept
+        return state, kept, records
     hidden = found.tapped
     memory = state.draft._replace(
         pages=plan.source.prefill(
@@ -154,7 +158,7 @@ def prefill(
         inside = ((at >= 0) & (at < count))[..., None]
         found = jnp.where(inside, found.astype(kept.tails.dtype), kept.tails[piece.prompts])
         kept = kept._replace(tails=kept.tails.at[piece.prompts].set(found))
-    return state._replace(draft=memory), kept
+    return state._replace(draft=memory), kept, records
 
 
 def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> DecodeState:

@@ -525,9 +525,14 @@ class Engine(BaseEngine):
         if not runner.plan.invariant:
             compiled = runner.executables.rows(width + runner.tail)
             rows = min((count for count in compiled if count >= len(prompts)), default=rows)
-        runner.prefill(piece_of(prompts, rows, width, runner))
-        for prompt in prompts:
-            prompt.read += min(width, prompt.to_read)
+        records = runner.prefill(piece_of(prompts, rows, width, runner))
+        if records is not None:
+            records.copy_to_host_async()
+        for row, prompt in enumerate(prompts):
+            count = min(width, prompt.to_read)
+            if records is not None:
+                prompt.records.append((records, row, count))
+            prompt.read += count
         return rows * width
 
     def _piece_width(self, prompt: Prompt) -> int:

@@ -321,6 +321,9 @@ def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
     """A sample without the entries of its first `begin` tokens."""
     values = {name: getattr(sample, name) for name in _PER_TOKEN}
     rest = {name: None if value is None else value[begin:] for name, value in values.items()}
+    if sample.records is not None and begin:  # behind those of the prompt
+        count = len(sample.token_ids) - begin
+        rest["records"] = sample.records[len(sample.records) - count :]
     return dataclasses.replace(sample, **rest)
 
 
@@ -332,7 +335,8 @@ def joined(before: SampleOutput, begin: int, rest: SampleOutput) -> SampleOutput
         if new is None or old is None or not begin:
             return new
         if isinstance(new, np.ndarray):
-            return np.concatenate([old[:begin], new])
+            prompt = len(old) - len(before.token_ids)
+            return np.concatenate([old[: prompt + begin], new])
         if isinstance(new, str):
             return old[:begin] + new
         return [*old[:begin], *new]

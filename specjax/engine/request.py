@@ -127,8 +127,9 @@ class SampleOutput:
       top_logprobs: token id -> logprob of the most likely tokens, best first, in the
         temperature-scaled distribution. The generated token is always included, at the end if it is
         none of them. None unless asked for.
-      records: [tokens M ..] what the model's layers recorded (chosen experts) in the rows that
-        decided the tokens, see `specjax.interfaces.Mlp.run`; None where they record nothing.
+      records: [prompt - 1 + tokens, M ..] what the model's layers recorded (chosen experts) of the
+        prompt and of the tokens, but for the last one, which was not read, see
+        `specjax.interfaces.Mlp.run`; None where they record nothing.
       origins: origin of each token, one letter for each: `DRAFT`, `BONUS`, `PLAIN` or `UNKNOWN`.
     """
 

@@ -308,17 +308,24 @@ class Runner:
 
     # --- programs --------------------------------------------------------------------------------
 
-    def prefill(self, piece: Piece) -> None:
-        """Reads pieces of prompts into pages; one executable per shape."""
+    def prefill(self, piece: Piece) -> jax.Array | None:
+        """Reads pieces of prompts into pages; one executable per shape.
+
+        Returns:
+          records [rows T M ..] of the positions, which may not be computed yet; None: the model
+          records nothing, or the program is being compiled.
+        """
 
         def program(params, head, state, kept, piece):
             model = self.model(params)
-            state, kept = prefill(model, head, self.longest, state, kept, piece)
-            return state, kept, state.length[0]
+            state, kept, records = prefill(model, head, self.longest, state, kept, piece)
+            return state, kept, (state.length[0], records)
 
         inputs = (self.weights.policy, self.weights.draft, self.state, self.kept, piece)
         key = ("prefill", piece.tokens.shape)
-        self.state, self.kept, self.mark = self.run(key, program, inputs, (2, 3), piece)
+        self.state, self.kept, done = self.run(key, program, inputs, (2, 3), piece)
+        self.mark, records = done or (None, None)
+        return records
 
     def place(self, new: Admission) -> None:
         """Starts sequences in slots; one executable per number of sequences."""

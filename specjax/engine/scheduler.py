@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 from specjax.engine.pages import PagePool, pages_for
-from specjax.engine.sequence import Sample
+from specjax.engine.sequence import PieceRecords, Sample
 
 Key = tuple[int, ...]
 
@@ -28,6 +28,7 @@ class Prompt:
       read: number of positions that were read so far.
       pages: pages that the prompt holds until its sequences have started; None: it has none yet.
       row: row of the prompt in `decode.admit.Prompts`; None: it has none yet.
+      records: what the model recorded of the positions that were read, see `PieceRecords`.
     """
 
     tokens: Key
@@ -35,6 +36,7 @@ class Prompt:
     read: int = 0
     pages: list[int] | None = None
     row: int | None = None
+    records: list[PieceRecords] = dataclasses.field(default_factory=list)
 
     @property
     def to_read(self) -> int:
@@ -188,7 +190,7 @@ class Scheduler:
         if prompt.pages is not None:
             self.pool.release(prompt.pages)
             self._rows.append(prompt.row)
-        prompt.pages, prompt.row, prompt.read = None, None, 0
+        prompt.pages, prompt.row, prompt.read, prompt.records = None, None, 0, []
 
     # --- pages of running sequences --------------------------------------------------------------
 
@@ -308,6 +310,7 @@ class Scheduler:
         copies = tuple(zip(prompt.pages[shared:], sequence.pages[shared:], strict=False))
         sequence.slot = self._slots.popleft()
         sequence.admitted = True
+        sequence.take_prompt(prompt.records)
         self.running[sequence.slot] = sequence
         return Start(sequence, prompt.row, copies)
 

@@ -8,6 +8,7 @@ import itertools
 import operator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specjax.decode.chunk import Result
@@ -99,6 +100,9 @@ class Finished:
 
 _numbers = itertools.count(1)
 
+# Records of pieces of prompts [rows T M ..], the row of a prompt, and how many positions it has.
+PieceRecords = tuple[jax.Array, int, int]
+
 
 class Sample:
     """A sample that waits or runs.
@@ -134,6 +138,7 @@ class Sample:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.admitted, self.unread = False, 0
+        self._of_prompt: list[PieceRecords] = []
         self._given = before or SampleOutput([], None, [], "abort", SpecStats(()))
         self.restart()
 
@@ -157,6 +162,14 @@ class Sample:
             include = params.include_stop_str_in_output
             self._stops = StopStrings(self.job.stop, self.job.decode, include, params.min_tokens)
             self._stops.feed(self.tokens)
+
+    def take_prompt(self, records: list[PieceRecords]) -> None:
+        """Takes the records of its prompt, unless it has tokens, whose records follow the prompt's.
+
+        A prompt that is read again after a preemption has other records where weights changed.
+        """
+        if not self._records:
+            self._of_prompt = records
 
     def is_of(self, version: int) -> bool:
         """Whether all tokens of this run are of this, the latest, version of the weights."""
@@ -192,7 +205,11 @@ class Sample:
     @property
     def records(self) -> np.ndarray | None:
         """See `SampleOutput.records`."""
-        return np.concatenate(self._records) if self._records else None
+        if not self._records:
+            return None
+        pieces, self._of_prompt = self._of_prompt, []
+        self._records[:0] = [np.asarray(piece)[row, :count] for piece, row, count in pieces]
+        return np.concatenate(self._records)
 
     @property
     def origins(self) -> str:
@@ -290,6 +307,7 @@ class Sample:
         """
         those = slice(None if cut is None else cut.tokens)
         transformed, records = self._transformed, self.records
+        ends = slice(None if cut is None else len(self.job.prompt) - 1 + cut.tokens)
         return SampleOutput(
             token_ids=self.tokens[those],
             text=None if cut is None else cut.text,
@@ -299,7 +317,7 @@ class Sample:
             weight_versions=tuple(self.versions),
             transformed_logprobs=None if transformed is None else transformed[those],
             top_logprobs=self._with_chosen(those),
-            records=None if records is None else records[those],
+            records=None if records is None else records[ends],
             origins=self.origins[those],
         )
 

@@ -78,7 +78,7 @@ def admitted(run: Models, prompts, width) -> DecodeState:
 
     @jax.jit
     def read(layout, head, state, kept, piece):
-        return prefill(decoder(plan, layout), head, plan, state, kept, piece)
+        return prefill(decoder(plan, layout), head, plan, state, kept, piece)[:2]
 
     table = padded(PAGES, MAX_LEN // PAGE + 1)
     for start in range(0, max(PROMPTS) - 1, width):
@@ -141,7 +141,7 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
         module = MTPHead(run.plan.cfg, head)
         positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
         ones = jnp.ones_like(tokens)
-        x, _, [hidden], _ = model.hidden(tokens, positions, ones, taps=run.plan.taps)
+        x, _, [hidden], *_ = model.hidden(tokens, positions, ones, taps=run.plan.taps)
         following = [model.embed_tokens(jnp.roll(tokens, -1 - s, 1)) for s in range(2)]
         steps = module.unroll(hidden, following, positions, ones)
         return model.logits(x), *(states @ model.head_weight() for states in steps)

@@ -82,11 +82,11 @@ def test_records_are_those_of_the_rows_that_decided_the_tokens(rollout):
     chosen = np.asarray(training(cfg, params, batch, None).records)
     assert chosen.shape == (1, 400, 2) and set(np.unique(chosen)) == {0, 1}
     known = batch["records"] >= 0
-    assert known.all(-1).sum() == sum(len(s.token_ids) for _, s in pairs)
+    assert known.all(-1).sum() == sum(len(p) + len(s.token_ids) - 1 for p, s in pairs)
     # Of a few rows two experts are as good as each other.
     assert (chosen[known] == batch["records"][known]).mean() > 0.99
-    for _, sample in pairs:
-        assert sample.records.shape == (len(sample.token_ids), 2)
+    for prompt, sample in pairs:
+        assert sample.records.shape == (len(prompt) + len(sample.token_ids) - 1, 2)
 
 
 def test_training_takes_the_experts_that_it_is_given_and_chooses_for_other_rows(rollout):

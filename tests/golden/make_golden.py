@@ -85,6 +85,16 @@ FAMILIES |= {
         "layer_types": [
         "sliding_attention", "full_attention"]}),
 }  # fmt: skip
+ROUTED = {**ENDS, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES |= {
+    "qwen3_moe": ("Qwen3MoeConfig", {**ROUTED, "head_dim": 16, "num_experts": 8,
+        "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "mixtral": ("MixtralConfig", {**ENDS, "num_local_experts": 4, "sliding_window": 5}),
+    "glm4_moe": ("Glm4MoeConfig", {**ROUTED, "head_dim": 16, "n_routed_experts": 16,
+        "num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 4, "n_shared_experts": 2, "use_qk_norm": True, "num_mtp_layers": 0,
+        "attention_bias": True}),
+}  # fmt: skip
 LENGTHS, GREEDY = (12, 9), 24
 
 
@@ -98,6 +108,9 @@ def randomise(model, seed):
             # Gemma's norms multiply by 1 + w.
             one = 0 if "Gemma" in type(model).__name__ else 1
             parameter.copy_(one + 0.1 * draw if is_norm else 0.3 * draw)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def test_through_the_whole_policy_the_head_loss_has_no_gradient(setting):
     trainer = PolicyTrainer(model, sft_loss, cfg.optim.build(()))
 
     def value(params):
-        *_, states = trainer._forward(params, batches[0])
+        _, states, _ = trainer._forward(params, batches[0])
         policy = frozen_policy_parts(params)
         return head_loss(model, cfg.draft, 1.0, head, policy, batches[0], states)[0]
 

@@ -71,7 +71,7 @@ def test_carried_tokens_are_scored_with_the_experts_that_sampled_them():
 
     rng, responses = np.random.default_rng(0), []
     for given in (0, 3):
-        tokens, records = rng.integers(0, 64, 9).tolist(), rng.integers(0, 2, (9, 2))
+        tokens, records = rng.integers(0, 64, 9).tolist(), rng.integers(0, 2, (11, 2))
         response = Response(tokens, [-1.0] * 9, given, [-1.0] * given, finish_reason="stop")
         response.records = records.astype(np.int32)
         responses.append(response)

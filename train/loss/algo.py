@@ -47,6 +47,10 @@ class AlgoSection:
       logprobs: log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the
         temperature-scaled logits; processed, after penalties, bias, masks and filters as well, of
         the very distribution that was sampled (see docs/rl.md).
+      routing_replay: whether a mixture of experts is trained with the experts that the rollout chose
+        for each token; otherwise last bits decide which of two equal experts a token has, and ratios
+        are noise.
+      router_aux_loss_coef: weight of the loss that spreads tokens evenly over experts.
       updates_per_rollout: number of policy updates among which a step's samples are divided.
       dynamic_sampling: whether groups with equal rewards are replaced by the next problems, until
         rollout.prompts groups have differing rewards (DAPO, arXiv 2503.14476).
@@ -68,6 +72,8 @@ class AlgoSection:
     tis_level: str = option("token", choices=("token", "sequence"), needs="tis")
     tis_cap: float = option(2.0, needs="tis")
     logprobs: str = option("temperature", choices=LOGPROBS, needs="rollout.transforms")
+    routing_replay: bool = True
+    router_aux_loss_coef: float = option(0.0, least=0)
     updates_per_rollout: int = option(1, least=1)
     dynamic_sampling: bool = False
     max_num_gen_batches: int = option(10, needs="dynamic_sampling")

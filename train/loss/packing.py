@@ -15,7 +15,7 @@ compiled (`row_counts`):
     behaviour_logprobs   float32  the log-probability of the engine that sampled the token
     sample_ids           int32    index of the sample in the rollout batch; -1 is padding
     records              [R S M ..] only for a model that records anything, see `SampleOutput`:
-                                  record of the row that decided token t + 1; -1 if unknown
+                                  record of the row of token t; all bits set if unknown
 
 Index t describes token t. A sample is never split over rows. For example, samples
 prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
@@ -26,11 +26,12 @@ prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
     loss_mask    0 0 1 1 0 1 1 0
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from specjax.models.transformer import no_records
 
@@ -65,8 +66,8 @@ class Sample:
       advantage: advantage of the whole response, or of each of its tokens.
       staleness: number of weight updates since each response token was sampled; None for 0.
       loss_mask: 1 or 0 for each response token, see above; None if all are in the loss.
-      records: [response tokens, M ..], records of the rows that decided them, see `SampleOutput`;
-        None if the model records nothing.
+      records: [prompt and response tokens - 1, M ..], see `SampleOutput`; None if the model records
+        nothing, or its records are not to be used again.
     """
 
     sample_id: int
@@ -177,6 +178,14 @@ def empty_batch(
     return batch
 
 
+def routed_anew(batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns a micro-batch on devices in which nothing is known of the rows, see `Mlp.run`."""
+    if "records" not in batch:
+        return dict(batch)
+    records = batch["records"]
+    return {**batch, "records": records | np.array(-1).astype(records.dtype)}
+
+
 def _first_fit(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:
     layout: list[list[Sample]] = []
     room: list[int] = []
@@ -215,7 +224,7 @@ def _write(
         mask[prompt:end] = sample.loss_mask
     batch["advantages"][row, first:end] = np.asarray(sample.advantage) * mask[first:end]
     if sample.records is not None:
-        batch["records"][row, prompt - 1 : end - 1] = sample.records
+        batch["records"][row, start : end - 1] = sample.records
     for field in _COPIED:
         if getattr(sample, field) is not None:
             batch[field][row, prompt:end] = getattr(sample, field)

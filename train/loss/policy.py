@@ -94,6 +94,7 @@ class PolicyTrainer:
         concatenated to the states before the final norm, in the last axis.
       chunk: tokens whose logits a device holds at once, see `train.loss.logits`.
       entropy_gradient: whether the loss has the gradient of the entropy.
+      router_aux_loss_coef: weight of `load_balance` in the loss, see `specjax.interfaces.Mlp.run`.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class PolicyTrainer:
         taps: Taps = (),
         chunk: int | None = None,
         entropy_gradient: bool = False,
+        router_aux_loss_coef: float = 0.0,
     ):
         self.how = Scoring(temperature, transforms, context, entropy_gradient)
+        self.aux = router_aux_loss_coef
         self.taps, self.chunk = taps, settled_chunk(chunk, mesh, cfg.vocab_size)
         cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
@@ -128,7 +131,7 @@ class PolicyTrainer:
             exact(lambda params, batch: self._token_logprobs(params, batch)[0]), out_shardings=rows
         )
         self._states = jax.jit(
-            exact(lambda params, batch: self._forward(params, batch)[2]), out_shardings=rows
+            exact(lambda params, batch: self._forward(params, batch)[1]), out_shardings=rows
         )
         self._zeros = jax.jit(self._zeros_program, out_shardings=params)
 
@@ -243,17 +246,22 @@ class PolicyTrainer:
                 taps=self.taps,
                 given=batch.get("records"),
             )
-        return model, states.x, jnp.concatenate([states.x, *states.taps], axis=-1)
+        return model, jnp.concatenate([states.x, *states.taps], axis=-1), states
 
     def _token_logprobs(self, params: Params, batch: Batch):
-        model, x, states = self._forward(params, batch)
+        model, with_taps, states = self._forward(params, batch)
         head, matrix = self.head(params, batch), params[head_name(self.cfg)]
-        return *score_states(self.how, head, model.final_norm(x), matrix, batch), states
+        scores = score_states(self.how, head, model.final_norm(states.x), matrix, batch)
+        return *scores, with_taps, states.figures
 
     def _accumulate_program(self, params, gradients, batch, denominators):
         def loss(params):
-            logprobs, entropy, states = self._token_logprobs(params, batch)
+            logprobs, entropy, states, figures = self._token_logprobs(params, batch)
             value, sums = self.loss(logprobs, entropy, batch, denominators)
+            if self.aux:
+                share = sums["tokens"] / denominators.tokens
+                value += self.aux * share * figures["load_balance"]
+            sums |= {n: jax.lax.stop_gradient(x) * sums["tokens"] for n, x in figures.items()}
             return value, (sums, jax.lax.stop_gradient(states))
 
         new, (sums, states) = jax.grad(loss, has_aux=True)(params)

@@ -308,7 +308,8 @@ class Group:
             saved = {name: getattr(response, name) for name in _PLAIN}
             saved |= {n: _encode(getattr(response, n), kind) for n, kind in _ARRAYS.items()}
             if (records := response.records) is not None:
-                saved["records"] = [records.shape[1:], _encode(records.ravel(), "<i4")]
+                kind = records.dtype.str
+                saved["records"] = [records.shape[1:], kind, _encode(records.ravel(), kind)]
             responses.append(saved)
         about = {"place": self.position, "after": self.next_position, "step": self.step}
         return {**about, "responses": responses}
@@ -324,8 +325,8 @@ class Group:
             for name, kind in _ARRAYS.items():
                 setattr(response, name, _decode(values[name], kind))
             if "records" in values:
-                shape, text = values["records"]
-                response.records = np.array(_decode(text, "<i4"), np.int32).reshape(-1, *shape)
+                shape, kind, text = values["records"]
+                response.records = np.array(_decode(text, kind), kind).reshape(-1, *shape)
             responses.append(response)
         return cls(saved["place"], saved["after"], saved["step"], problem, prompt, responses)
 

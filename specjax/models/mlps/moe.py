@@ -191,10 +191,15 @@ class Mixture:
             return self._mix(stacks, x, ids, weights, kernel)
         axes = {name: row.axes for name, row in self.params(x.shape[-1]).items()}
         rows = sharding.spec_for(mesh, ("batch", "sequence", None), x.shape)
-        ways = sharding.split_over(mesh, "expert", self.num_experts)
+
+        def split(name: str, size: int) -> tuple[str, ...]:
+            axes = sharding.split_over(mesh, name, size)
+            return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+        ways = split("expert", self.num_experts)
         shared = tuple(axis for axis in ways if axis in (rows[0] or ()))
         rest = tuple(axis for axis in ways if axis not in shared)
-        embed = sharding.split_over(mesh, "expert_embed", x.shape[-1])
+        embed = split("expert_embed", x.shape[-1])
 
         def local(stacks, x, ids, weights):
             if embed:

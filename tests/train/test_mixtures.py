@@ -1,0 +1,115 @@
+"""Mixtures of experts are trained with the experts that the rollout chose."""
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from specjax.checkpoint.huggingface import load_checkpoint
+from specjax.command_line import parse_config
+from train import rl
+from train.run.files import read_metrics
+from train.schema import RLConfig
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return tiny_run.write_policy(tmp_path_factory.mktemp("mixture") / "policy", raw=MIXTURE)
+
+
+def trainer_of(model, out, **changes):
+    return rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
+
+
+def with_twins(params):
+    """Four experts each have one router: ties, which the first two of them win."""
+
+    def one(path, array):
+        if path[-1].key != "router":
+            return array
+        router = np.asarray(array)
+        return jax.device_put(np.repeat(router[..., ::4], 4, axis=-1))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def nudged(params):
+    """The last two of four experts win, by less than rounding moves a log-probability."""
+
+    def one(path, array):
+        if path[-1].key != "router":
+            return array
+        router = np.array(array)
+        router[..., np.arange(8) % 4 < 2] *= 1 - 1e-6
+        return jax.device_put(router)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_router_that_moved_since_the_rollout_makes_no_difference_with_replay(
+    mixture, tmp_path, partial, monkeypatch
+):
+    changes = {"rollout.partial": "true", "rollout.over_sample": 2} if partial else {}
+    trainer = trainer_of(mixture, tmp_path, **changes, **{"algo.dynamic_sampling": "false"})
+    trainer.params = with_twins(trainer.params)
+    trainer.sync_weights()
+    roll_out = trainer._roll_out
+
+    def then_nudge(step):
+        result = roll_out(step)
+        trainer.params = nudged(trainer.params)
+        return result
+
+    monkeypatch.setattr(trainer, "_roll_out", then_nudge)
+    metrics = trainer.step()
+    assert metrics[f"{DIFFERENCE}_with_replay"] < 1e-4 < 0.01
+    assert metrics[f"{DIFFERENCE}_without_replay"] > 0.05
+    assert metrics[DIFFERENCE] < 1e-4
+    assert trainer.step()[DIFFERENCE] < 1e-4  # carried tokens, too
+
+
+@pytest.mark.usefixtures("shared_programs")
+def test_speculation_and_replicas_change_no_bit_of_what_is_learnt(mixture, tmp_path):
+    ways = {
+        "plain": {"rollout.strategy": "off", "draft.mode": "none"},
+        "drafted": {"rollout.strategy": "2x2"},
+        "replicas": {"rollout.strategy": "2x2", "rollout.replicas": 2},
+    }
+    runs = {}
+    for name, changes in ways.items():
+        trainer = trainer_of(mixture, tmp_path / name, **{"rollout.invariant": "true", **changes})
+        runs[name] = [trainer.step() for _ in range(2)], jax.device_get(trainer.params)
+    steps, params = runs.pop("plain")
+    assert steps[0]["train/router_entropy"] > 0
+    for others, learnt in runs.values():
+        assert others[1]["rollout/spec_accept_length"] > 1
+        for a, b in zip(steps, others, strict=True):
+            assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
+        jax.tree.map(np.testing.assert_array_equal, learnt, params)
+
+
+def test_a_resumed_run_replays_the_routing_of_tokens_that_were_carried(mixture, tmp_path):
+    changes = {
+        "rollout.partial": "true", "rollout.over_sample": 2, "rollout.prompts": 2,
+        "rollout.chunk_tokens": 4, "algo.dynamic_sampling": "false", "checkpoint.every": 1,
+        "checkpoint.keep_last": 3,
+    }  # fmt: skip
+    for name, steps in (("whole", (3,)), ("stopped", (2, 3))):
+        for count in steps:
+            argv = tiny_run.arguments(mixture, tmp_path / name, **changes, steps=count)
+            rl.main([*argv, *["--resume"] * (count != steps[0])])
+    whole, resumed = (read_metrics(tmp_path / name) for name in ("whole", "stopped"))
+    assert whole[1]["rollout/groups_carried"] > 0
+    for a, b in zip(whole, resumed, strict=True):
+        same = {k for k in a if k == "rollout/tokens_sha" or k.startswith("train/")}
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+        assert a[DIFFERENCE] < 1e-4
+    paths = (tmp_path / name / "hf" for name in ("whole", "stopped"))
+    jax.tree.map(np.testing.assert_array_equal, *(load_checkpoint(path)[1] for path in paths))
