@@ -413,9 +413,14 @@ def _ignored(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
 def _as_stored(path: Path, cfg: ModelConfig, weights: dict[str, Any]) -> ModelConfig:
     """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
+    transformers writes GLM's config with an MTP head whose weights it has not read: there is none.
     If a file holds both an embedding and a language-model head that differ, both are used although
     config.json ties them; if it holds only the head, that is also the embedding.
     """
+    heads = (is_head_name(cfg, style, name) for style in HEAD_STYLES for name in weights)
+    if cfg.mtp_num_layers and weights and not any(heads):
+        log.warning("%s: config.json names an MTP head, and the weights hold none", path)
+        cfg = cfg.replace(mtp_num_layers=0)
     stored = family_of(cfg.model_type).stored(cfg, None)
     places = stored["embed"], stored["lm_head"]
     if not all(isinstance(place, Stored) and place.part is None for place in places):

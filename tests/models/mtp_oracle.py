@@ -8,13 +8,15 @@ import torch
 from torch.nn import functional as F
 
 
-def _rope(x, position, theta):
-    """Rotates [heads, H] as complex numbers, first half real and second half imaginary."""
-    half = x.shape[-1] // 2
+def _rope(x, position, rope):
+    """Rotates the first part of [heads, H] as complex numbers, whose first half is real."""
+    width, theta = rope.width(x.shape[-1]), rope.theta
+    x, rest = x[:, :width], x[:, width:]
+    half = width // 2
     freqs = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), position * freqs)
     turned = torch.complex(x[:, :half].double(), x[:, half:].double()) * turn
-    return torch.cat([turned.real, turned.imag], -1).float()
+    return torch.cat([turned.real.float(), turned.imag.float(), rest], -1)
 
 
 def _qkv(weights, x, position, cfg):
@@ -27,8 +29,7 @@ def _qkv(weights, x, position, cfg):
     mixer = cfg.layers[0].mixer
     q, k = project("q", mixer.num_heads), project("k", mixer.num_kv_heads)
     v = project("v", mixer.num_kv_heads)
-    theta = mixer.rope.theta
-    return _rope(q, position, theta), _rope(k, position, theta), v
+    return _rope(q, position, mixer.rope), _rope(k, position, mixer.rope), v
 
 
 def _attend(q, rows):
@@ -38,13 +39,14 @@ def _attend(q, rows):
     return out.reshape(-1)
 
 
-def mtp_oracle(tensors, cfg, hidden, step_embeddings, hidden_first):
+def mtp_oracle(tensors, cfg, hidden, step_embeddings, hidden_first, mlps=None):
     """Outputs of every step, each [S, D], for one sequence at positions 0..S-1.
 
     Args:
       tensors: `model.mtp_layers.i.*`. cfg: sizes, eps, theta, mtp_num_layers, mtp_recycle.
       hidden: [S, D] of the target. step_embeddings: per step, [S, D].
       hidden_first: which operand the first D columns of `input_proj` belong to.
+      mlps: function of each module that takes the place of its dense mlp.
     """
     modules = []
     for i in range(cfg.mtp_num_layers):
@@ -70,8 +72,12 @@ def mtp_oracle(tensors, cfg, hidden, step_embeddings, hidden_first):
             attended = _attend(q, base[: t + 1] + own[t])
             x = x + F.linear(attended, w["self_attn.o_proj.weight"])
             y = norm(x, w, "post_attention_layernorm.weight")
-            gate = F.silu(F.linear(y, w["mlp.gate_proj.weight"]))
-            x = x + F.linear(gate * F.linear(y, w["mlp.up_proj.weight"]), w["mlp.down_proj.weight"])
+            if mlps is not None:
+                x = x + mlps[index](y)
+            else:
+                gate = F.silu(F.linear(y, w["mlp.gate_proj.weight"]))
+                up = F.linear(y, w["mlp.up_proj.weight"])
+                x = x + F.linear(gate * up, w["mlp.down_proj.weight"])
             out.append(norm(x, w, "final_layernorm.weight"))
             recycled.append(out[-1] if cfg.mtp_recycle == "post_norm" else x)
         outputs.append(torch.stack(out))

@@ -377,19 +377,125 @@ def test_live_transformers_checkpoint_loads_decodes_and_exports_with_the_same_lo
     np.testing.assert_allclose(torch_logits(again, tokens), expected, atol=1e-6, rtol=0)
 
 
+@pytest.fixture
+def glm_with_head(tmp_path, monkeypatch):
+    """(transformers' model and MTP head of two modules, a directory with both)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.modeling_layers import MtpModel
+
+    model = random_transformers_model("glm4_moe")
+    model.config.num_nextn_predict_layers = 2
+    # Its loader knows the layers of the published models by their numbers.
+    names = [rf"model\.layers\.{i}\..*" for i in (3, 4)]
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", names)
+    head = MtpModel(model, 2).float()
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in (*head.layers.named_parameters(), *head.layers.named_buffers()):
+            draw = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * draw if "norm" in name else 0.3 * draw)
+    model.save_pretrained(tmp_path / "theirs")
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name, array in head.layers.state_dict().items():
+        number, _, rest = name.partition(".")
+        rest = rest.replace("mtp_block.", "").replace("post_norm.", "shared_head.norm.")
+        tensors |= of_files(f"model.layers.{3 + int(number)}.{rest}", array)
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    return model, head, tmp_path / "theirs"
+
+
+def candidates(model, head, tokens):
+    """The tokens that transformers drafts after `tokens` [1 S], and the states of its modules."""
+    import torch
+    from transformers.cache_utils import MtpCache
+
+    states, layer = [], head.forward_layer
+
+    def kept(*args, **named):
+        states.append(layer(*args, **named))
+        return states[-1]
+
+    head.forward_layer = kept
+    with torch.no_grad():
+        hidden = model.model(tokens[:, :-1]).last_hidden_state
+        drafted, *_ = head(
+            tokens[:, 1:], hidden, None, torch.arange(1, tokens.shape[1])[None],
+            MtpCache(config=model.config.get_mtp_config()),
+        )  # fmt: skip
+    head.forward_layer = layer
+    return drafted[0].tolist(), hidden[0], torch.cat(states).numpy()
+
+
+@pytest.mark.torch
+def test_glms_head_drafts_what_transformers_drafts_and_what_a_reference_drafts_beyond(
+    glm_with_head, tmp_path
+):
+    import torch
+    import transformers
+    from mtp_oracle import mtp_oracle
+    from safetensors.torch import load_file
+    from transformers.modeling_layers import MtpModel
+
+    model, head, path = glm_with_head
+    cfg, params, ours = hf.load_checkpoint(path)
+    assert cfg.mtp_num_layers == 2 and cfg.mtp_concat == "embedding_first"
+    tokens = torch.as_tensor(np.random.default_rng(2).integers(0, 61, (1, 12)))
+    drafted, hidden, wanted = candidates(model, head, tokens)
+    known = np.r_[tokens[0].numpy(), drafted, 0]
+    table = np.asarray(params["embed"])
+    steps = [table[known[1 + step : 12 + step]] for step in range(3)]
+    outputs = unrolled(cfg, ours, hidden.numpy(), steps)
+    np.testing.assert_allclose(outputs[:2], wanted, atol=1e-4)
+    logits = outputs[:2, -1] @ np.asarray(params["lm_head"])
+    assert logits.argmax(-1).tolist() == drafted
+
+    names = {
+        "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+        "shared_head.norm": "final_layernorm",
+    }  # fmt: skip
+    tensors = {}
+    for name, array in load_file(path / "model.safetensors").items():
+        for i in (0, 1):
+            own = name.removeprefix(f"model.layers.{3 + i}.")
+            for theirs, mimos in names.items():
+                own = own.replace(theirs, mimos)
+            tensors |= {f"model.mtp_layers.{i}.{own}": array} if own != name else {}
+    for recycle in ("post_norm", "pre_norm"):
+        cfg = cfg.replace(mtp_recycle=recycle)
+        mlps = [lambda y, i=i: head.layers[i].mtp_block.mlp(y[None, None])[0, 0] for i in (0, 1)]
+        with torch.no_grad():
+            reference = mtp_oracle(tensors, cfg, hidden, torch.as_tensor(steps), False, mlps)
+        outputs = unrolled(cfg, ours, hidden.numpy(), steps)
+        np.testing.assert_allclose(outputs, torch.stack(reference).numpy(), atol=1e-4)
+
+    hf.save_checkpoint(tmp_path / "ours", cfg, params, ours)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
+    assert candidates(again, MtpModel.from_pretrained(again), tokens)[0] == drafted
+
+
+def of_files(name, array):
+    """Arrays by the names of files, in which each expert has tensors of its own."""
+    prefix, stacked, kind = name.partition("experts.")
+    if not stacked or array.ndim < 3:
+        return {name: array}
+    parts = kind.removesuffix("_proj").split("_")  # gate and up are one array
+    height = array.shape[1] // len(parts)
+    return {
+        f"{prefix}experts.{number}.{part}_proj.weight": expert[i * height : (i + 1) * height]
+        for number, expert in enumerate(array)
+        for i, part in enumerate(parts)
+    }
+
+
 def gradients_of(model):
-    """Gradients by the names of files, in which each expert has tensors of its own."""
+    """Gradients by the names of files; the corrections of routers are buffers and have none."""
     gradients = {name: np.zeros(b.shape) for name, b in model.named_buffers() if "e_score" in name}
     for name, parameter in model.named_parameters():
-        gradient = None if parameter.grad is None else parameter.grad.numpy()
-        prefix, stacked, kind = name.partition("experts.")
-        if gradient is None or not stacked or "shared" in prefix or gradient.ndim < 3:
-            gradients |= {} if gradient is None else {name: gradient}
-            continue
-        parts = kind.removesuffix("_proj").split("_")  # gate and up are one array
-        for number, expert in enumerate(gradient):
-            for part, array in zip(parts, np.split(expert, len(parts)), strict=True):
-                gradients[f"{prefix}experts.{number}.{part}_proj.weight"] = array
+        if parameter.grad is not None:
+            gradients |= of_files(name, parameter.grad.numpy())
     return gradients
 
 

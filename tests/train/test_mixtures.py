@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from safetensors import safe_open
 
 from specjax.checkpoint.huggingface import load_checkpoint
 from specjax.command_line import parse_config
@@ -14,6 +15,10 @@ from train.schema import RLConfig
 MIXTURE = {
     "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
+GLM = {
+    "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
@@ -113,3 +118,22 @@ def test_a_resumed_run_replays_the_routing_of_tokens_that_were_carried(mixture, 
         assert a[DIFFERENCE] < 1e-4
     paths = (tmp_path / name / "hf" for name in ("whole", "stopped"))
     jax.tree.map(np.testing.assert_array_equal, *(load_checkpoint(path)[1] for path in paths))
+
+
+def test_glms_head_is_trained_online_and_written_under_its_own_names(tmp_path):
+    policy = tiny_run.write_policy(tmp_path / "policy", raw=GLM)
+    rl.main(tiny_run.arguments(policy, tmp_path / "run", **{"algo.router_aux_loss_coef": 0.01}))
+    steps = read_metrics(tmp_path / "run")
+    assert steps[-1]["train/mtp_loss"] < steps[0]["train/mtp_loss"]
+    assert steps[-1][DIFFERENCE] < 1e-4 and steps[-1]["rollout/spec_accept_length"] > 1
+    (_, old, old_head), (cfg, new, new_head) = (
+        load_checkpoint(path) for path in (policy, tmp_path / "run" / "hf")
+    )
+    mixture = list(new["layers"])[-1]
+    for name, array in new["layers"][mixture].items():
+        is_buffer = name == "router_bias"  # exported, and not trained
+        assert np.array_equal(array, old["layers"][mixture][name]) == is_buffer, name
+    assert not np.array_equal(new_head["blocks"][0]["proj"], old_head["blocks"][0]["proj"])
+    with safe_open(tmp_path / "run" / "hf" / "model.safetensors", "np") as file:
+        names = set(file.keys())
+    assert {f"model.layers.{cfg.num_layers}.{n}.weight" for n in ("eh_proj", "mlp.gate")} <= names
