@@ -333,7 +333,7 @@ def compare(
             if a.token_ids == b.token_ids:
                 continue
             job = make_jobs(prompts[i], params[i], spec.cfg.eos_token_ids, request=int(i))[k]
-            found.append(first_difference(spec.engine.runner, job, a.token_ids, b.token_ids))
+            found.append(first_difference(spec.engine.runner, job, a, b))
             compared += found[-1].position - len(job.prompt) + 1 - len(a.token_ids)
     return compared, found
 

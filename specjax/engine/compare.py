@@ -6,13 +6,18 @@ one of the two tokens lies at the edge of a filter (top-k, top-p, min-p). `first
 recomputes the logits at the first differing position by three programs (full forward, one-row
 decode, tree-row decode), measures how far apart they are, and tries whether changes of the logits
 by no more than that make either token win.
+
+Where a mixture of experts recorded the experts of each row, these are compared first. A row that
+has other experts in one decoding, because its router's scores nearly tied, has other logits than by
+rounding, and so have the rows after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +32,10 @@ from specjax.decode.sampling import context_of, count_tokens, root_rows
 from specjax.decode.tree import chain_bits
 from specjax.engine.request import Job, features_of, option_rows
 from specjax.engine.settings import padded_widths
-from specjax.interfaces import Room, Where
+from specjax.interfaces import Param, Room, Where
 from specjax.memory import Commit, commit, empty
-from specjax.models.transformer import graphdef
+from specjax.models.mlps.moe import Mixture
+from specjax.models.transformer import graphdef, no_records, record_form, recording_layers
 from specjax.parallel import sharding
 from specjax.weights.matrix import precision_of
 
@@ -53,7 +59,8 @@ class Difference:
       logit_difference: largest difference of a logit between the programs at this position.
       explained: whether floating point explains the difference: the logits differ by no more than
         rounding, and in both programs either token would be sampled after some change of the logits
-        by no more than that difference.
+        by no more than that difference. Or other experts were chosen at a near-tie before it.
+      flip: the first row, and the number of its layer, that has other experts in both decodings.
     """
 
     request: int
@@ -63,9 +70,14 @@ class Difference:
     spec_token: int
     logit_difference: float
     explained: bool
+    flip: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         verdict = "explained by floating point" if self.explained else "NOT explained: a bug"
+        if self.flip is not None:
+            row, layer = self.flip
+            tie = "at a near-tie of its router" if self.explained else "and its router has no tie"
+            verdict += f"; row {row} has other experts in layer {layer}, {tie}"
         return (
             f"request {self.request} sample {self.sample} position {self.position}: plain "
             f"{self.plain_token}, speculative {self.spec_token}; logit difference "
@@ -74,24 +86,28 @@ class Difference:
 
 
 def first_differences(
-    runner, jobs: Sequence[Job], plain: Sequence[list[int]], spec: Sequence[list[int]]
+    runner, jobs: Sequence[Job], plain: Sequence[Any], spec: Sequence[Any]
 ) -> list[Difference]:
     """The first difference of every job whose tokens differ, see `first_difference`.
 
     Args:
       runner: runner of the speculative engine.
       jobs: jobs that both engines decoded.
-      plain: tokens of each job by plain decoding.
-      spec: tokens of each job by speculative decoding.
+      plain: tokens, or the sample, of each job by plain decoding.
+      spec: the same by speculative decoding.
     """
     return [
         first_difference(runner, job, a, b)
         for job, a, b in zip(jobs, plain, spec, strict=True)
-        if a != b
+        if _tokens_of(a) != _tokens_of(b)
     ]
 
 
-def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]) -> Difference:
+def _tokens_of(sample: Any) -> Sequence[int]:
+    return getattr(sample, "token_ids", sample)
+
+
+def first_difference(runner, job: Job, plain: Any, spec: Any) -> Difference:
     """Finds the first difference between two token lists of one job, and whether it is rounding.
 
     In `invariant` mode both decodings run the same arithmetic, so rounding explains no difference.
@@ -99,9 +115,11 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
     Args:
       runner: runner of the speculative engine, of which the parameters and the tree are used.
       job: the sample that was decoded.
-      plain: tokens of plain decoding.
-      spec: tokens of speculative decoding.
+      plain: tokens of plain decoding, or the sample with its tokens and records.
+      spec: the same of speculative decoding.
     """
+    records = [getattr(sample, "records", None) for sample in (plain, spec)]
+    plain, spec = _tokens_of(plain), _tokens_of(spec)
     index = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
         min(len(plain), len(spec)),
@@ -128,9 +146,81 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
     either = (sampled == np.array([[a], [b]])).any(-1).all()
 
     # Rounding neither ends a sample early nor moves a mask.
+    flip, is_tie = None, False
+    if all(record is not None for record in records):
+        flip, is_tie = _flip(runner, context, *records)
+    if flip is not None:
+        explained = is_tie and not runner.plan.invariant
+        return Difference(job.request, job.sample, position, a, b, spread, explained, flip)
     is_rounding = spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
     explained = is_rounding and not runner.plan.invariant and a >= 0 and b >= 0 and bool(either)
     return Difference(job.request, job.sample, position, a, b, spread, explained)
+
+
+def _flip(
+    runner, context: np.ndarray, plain: np.ndarray, spec: np.ndarray
+) -> tuple[tuple[int, int] | None, bool]:
+    """Finds the first row and layer with other experts, and whether its router nearly ties.
+
+    The scores are those of a full forward pass with the experts of plain decoding. It is a near-tie
+    if changes of the scores that rounding explains make both choices.
+    """
+    rows, cfg = min(len(context), len(plain), len(spec)), runner.cfg
+    differs = (np.sort(plain[:rows]) != np.sort(spec[:rows])).any(-1)
+    if not differs.any():
+        return None, False
+    row, place = np.unravel_index(differs.argmax(), differs.shape)
+    layer = [*recording_layers(cfg)][place]
+    mlp = cfg.layers[layer].mlp
+    if not isinstance(mlp, Mixture):
+        return (int(row), layer), False
+    tokens, _ = padded_contexts([context])
+    given = no_records(record_form(cfg), *tokens.shape)
+    given[0, :rows] = plain[:rows]
+    with sharding.ambient(runner.mesh), precision_of(cfg):
+        bits = _scores(cfg, runner.weights.policy, tokens, given)
+    scores = np.asarray(bits)[0, row, place].view(np.float32)
+    one, other = (set(record[row, place].tolist()) for record in (plain, spec))
+    involved = np.abs(scores[[*(one | other)]]).max()
+    slack = ROUNDING_LIMIT[cfg.run.compute_dtype] * float(involved)
+
+    def can_choose(wanted: set[int], instead_of: set[int]) -> bool:
+        moved = scores.copy()
+        moved[[*(wanted - instead_of)]] += slack
+        moved[[*(instead_of - wanted)]] -= slack
+        return {*np.asarray(mlp.choose(moved)).tolist()} == wanted
+
+    return (int(row), layer), can_choose(one, other) and can_choose(other, one)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scored:
+    """A mixture that records the bits of its scores in place of the experts."""
+
+    mlp: Mixture
+    kind: ClassVar[str] = "scored"
+
+    def params(self, width: int) -> Mapping[str, Param]:
+        return self.mlp.params(width)
+
+    def run(self, w, x, where, given=None):
+        out, _, figures = self.mlp.run(w, x, where, given)
+        bits = jax.lax.bitcast_convert_type(self.mlp.scores(w, x), jnp.int32)
+        return out, bits, figures
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(cfg: ModelConfig, params, tokens, given):
+    """Scores of the routers of all mixtures in a full forward pass, as bits [1 M layers E]."""
+    layers = (
+        dataclasses.replace(layer, mlp=_Scored(layer.mlp))
+        if isinstance(layer.mlp, Mixture)
+        else layer
+        for layer in cfg.layers
+    )
+    model = _model(cfg.replace(layers=tuple(layers)), params)
+    positions = jnp.arange(tokens.shape[1])[None]
+    return model.hidden(tokens, positions, jnp.ones_like(positions), given=given).records
 
 
 def _perturbed(runner, job: Job, context: np.ndarray, logits: np.ndarray) -> np.ndarray:

@@ -533,9 +533,7 @@ class LLM:
                 self._plain = self._engine(None, mesh=self.mesh)
                 self._plain.set_params(self.params)
             plain, _ = self._run(jobs, progress, self._plain, PLAINLY)
-        return first_differences(
-            self.engine.runner, jobs, [x.token_ids for x in plain], [y.token_ids for y in samples]
-        )
+        return first_differences(self.engine.runner, jobs, plain, samples)
 
     # --- input and output ------------------------------------------------------------------------
 

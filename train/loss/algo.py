@@ -47,9 +47,8 @@ class AlgoSection:
       logprobs: log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the
         temperature-scaled logits; processed, after penalties, bias, masks and filters as well, of
         the very distribution that was sampled (see docs/rl.md).
-      routing_replay: whether a mixture of experts is trained with the experts that the rollout chose
-        for each token; otherwise last bits decide which of two equal experts a token has, and ratios
-        are noise.
+      routing_replay: whether a mixture of experts is trained with the experts that the rollout
+        chose for each token; else last bits decide near-ties, and ratios are noise.
       router_aux_loss_coef: weight of the loss that spreads tokens evenly over experts.
       updates_per_rollout: number of policy updates among which a step's samples are divided.
       dynamic_sampling: whether groups with equal rewards are replaced by the next problems, until

@@ -21,7 +21,7 @@ from train.data.tasks.layout import Problem
 from train.loss.shared import zero_variance_groups
 from train.rewards.scoring import Score, Scorer, zero_reward_example
 from train.rollout.draws import Draws
-from train.rollout.groups import Group, Rule, StepGroups, begin_step, end_step
+from train.rollout.groups import Group, Response, Rule, StepGroups, begin_step, end_step
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.step import StepRollout
 from train.schema import RLConfig
@@ -108,11 +108,11 @@ class Rollouts:
         ended = sum(sample.finish_reason is not None for sample in samples)
         return f"rollout, {ended} of {len(samples)} samples have ended"
 
-    def begun(self) -> list[tuple[Job, list[int]]]:
+    def begun(self) -> list[tuple[Job, Response]]:
         """Returns the samples of complete and carried groups that the last step began.
 
-        Each is (job, tokens). The job's request is the position of the group, and it ends where the
-        step cut the sample.
+        Each is (job, response). The job's request is the position of the group, and it ends where
+        the step cut the sample.
         """
         samples = []
         for group in self._kept:
@@ -122,7 +122,7 @@ class Rollouts:
                     if response.finish_reason is None:
                         limit = len(job.prompt) + len(response.token_ids)
                         job = dataclasses.replace(job, limit=limit)
-                    samples.append((job, response.token_ids))
+                    samples.append((job, response))
         return samples
 
     def state(self) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from specjax.decode.options import Features
 from specjax.engine.base import BaseEngine
 from specjax.engine.compare import Difference, first_differences
 from specjax.engine.programs import OnProgram
-from specjax.engine.request import Job
+from specjax.engine.request import Job, SampleOutput
 from specjax.models.transformer import Params
 from specjax.parallel import distributed
+from train.rollout.groups import Response
 
 
 class ExactMode:
@@ -47,7 +48,7 @@ class ExactMode:
             self._plain.release()
 
     def compare(
-        self, params: Params, begun: Sequence[tuple[Job, list[int]]]
+        self, params: Params, begun: Sequence[tuple[Job, Response]]
     ) -> dict[str, float | str]:
         """Decodes samples plainly, and returns metrics of the differences.
 
@@ -55,10 +56,10 @@ class ExactMode:
 
         Args:
           params: parameters of the policy that sampled them.
-          begun: samples as (job, tokens).
+          begun: samples as (job, response).
         """
         started = time.perf_counter()
-        jobs, speculative = [job for job, _ in begun], [tokens for _, tokens in begun]
+        jobs, speculative = [job for job, _ in begun], [response for _, response in begun]
         if self._plain is None:
             samples, _ = self._engine.generate([job.without_speculation() for job in jobs])
         else:
@@ -66,9 +67,9 @@ class ExactMode:
             self._plain.set_params(params)
             samples, _ = self._plain.generate(jobs)
             self._plain.release()
-        plain, self.differences = [sample.token_ids for sample in samples], []
-        if plain != speculative:
-            self.differences = self._explained(jobs, plain, speculative)
+        self.differences, pairs = [], zip(samples, speculative, strict=True)
+        if any(plain.token_ids != other.token_ids for plain, other in pairs):
+            self.differences = self._explained(jobs, samples, speculative)
         return {
             "rollout/exact_compared": float(len(begun)),
             "rollout/exact_differences": float(len(self.differences)),
@@ -77,7 +78,7 @@ class ExactMode:
         }
 
     def _explained(
-        self, jobs: list[Job], plain: list[list[int]], speculative: list[list[int]]
+        self, jobs: list[Job], plain: list[SampleOutput], speculative: list[Response]
     ) -> list[Difference]:
         """The first difference of each sample that differs; the same list in all processes."""
         if self._plain is not None:

@@ -141,7 +141,7 @@ class Mixture:
         """Runs the mixture over rows, without the residual; records the experts of each row."""
         logits = dot(x, w["router"], jnp.float32)
         scores = ROUTERS[self.router](logits)
-        ids = self._choose(scores, w.get("router_bias"))
+        ids = self.choose(self._corrected(w, scores))
         if given is not None:
             known = (given != jnp.iinfo(given.dtype).max).any(-1, keepdims=True)
             ids = jnp.where(known, given.astype(ids.dtype), ids)
@@ -163,9 +163,16 @@ class Mixture:
         figures = self._figures(logits, used, where) if where.form == "train" else None
         return out, ids.astype(self.record_dtype), figures
 
-    def _choose(self, scores: Float[Array, "B T E"], bias: Array | None) -> Int[Array, "B T k"]:
-        """Returns the experts of each row, best first."""
-        scores = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    def _corrected(self, w: Params, scores: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        scores = scores + w["router_bias"] if self.correction else scores
+        return jax.lax.stop_gradient(scores)
+
+    def scores(self, w: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """Returns the scores by which `choose` chooses the experts of rows."""
+        return self._corrected(w, ROUTERS[self.router](dot(x, w["router"], jnp.float32)))
+
+    def choose(self, scores: Float[Array, "... E"]) -> Int[Array, "... k"]:
+        """Returns the experts of rows by their scores, best first."""
         if self.n_group > 1:
             grouped = scores.reshape(*scores.shape[:-1], self.n_group, -1)
             best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
