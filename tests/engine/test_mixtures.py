@@ -67,7 +67,12 @@ def compared(spec: SpecConfig, count: int, **engine) -> int:
     return sum(len(sample.token_ids) for sample in samples)
 
 
-SMALL = {"cache_bytes": 60_000, "page_size": 16}  # samples are preempted
+SMALL = {
+    "cache_bytes": 60_000,
+    "page_size": 16,
+    "chunk_tokens": 8,
+    "stretch": 1,
+}  # samples are preempted
 
 
 @pytest.mark.parametrize(
