@@ -137,3 +137,28 @@ def test_glms_head_is_trained_online_and_written_under_its_own_names(tmp_path):
     with safe_open(tmp_path / "run" / "hf" / "model.safetensors", "np") as file:
         names = set(file.keys())
     assert {f"model.layers.{cfg.num_layers}.{n}.weight" for n in ("eh_proj", "mlp.gate")} <= names
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2, "expert": 2, "tp": 2},
+        pytest.param({"expert": 4, "cp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_learns_the_same_with_its_experts_on_eight_devices(mixture, tmp_path, axes):
+    layouts = {"one": {}, "eight": {f"mesh.{axis}": ways for axis, ways in axes.items()}}
+    steps = {}
+    for name, layout in layouts.items():
+        trainer = trainer_of(mixture, tmp_path / name, **{"packing.rows": 4, **layout})
+        steps[name] = [trainer.step() for _ in range(2)], jax.device_get(trainer.params)
+        if name == "eight":
+            stack = trainer.params["layers"]["experts_up"]
+            assert stack.sharding.shard_shape(stack.shape)[1] * axes["expert"] <= 8
+    (one, params), (eight, others) = steps.values()
+    for a, b in zip(one, eight, strict=True):
+        assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
+        for name in ("loss", "grad_norm", "mtp_loss", "router_entropy", "expert_load_max"):
+            assert a[f"train/{name}"] == pytest.approx(b[f"train/{name}"], rel=1e-4, abs=1e-5)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)  # Adam divides by small moments
