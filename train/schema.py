@@ -677,8 +677,8 @@ class RLConfig(Trained):
 def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
     if packing.rows is not None and packing.rows % mesh.row_devices:
         raise ValueError(
-            f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {mesh.row_devices}, got "
-            f"{packing.rows}"
+            "packing.rows must be a multiple of mesh.data * mesh.fsdp * mesh.expert = "
+            f"{mesh.row_devices}, got {packing.rows}"
         )
     if packing.row_length % mesh.row_multiple:
         raise ValueError(

@@ -5,9 +5,11 @@ followed. It predicts x_{j+2}. Drafting deeper feeds the head its own output in 
 owns its projection, layer(s) and norms; embedding and language-model head are the policy's, read
 only.
 
-Module s predicts at step s; a head with fewer modules than steps repeats its last module. In
-training and in decoding alike, a query of step s of the last module sees that module's base rows
-up to its own position, and of the later steps only its own rows (EAGLE-3's training-time test).
+Module s predicts at step s; a head with fewer modules than steps repeats its last module, which
+training unrolls as far. (vLLM would begin with the first one again; transformers drafts no more
+tokens than there are modules. With one module, as published, all do the same.) In training and in
+decoding alike, a query of step s of the last module sees that module's base rows up to its own
+position, and of the later steps only its own rows (EAGLE-3's training-time test).
 
 `MTPHead` is the network; `MTPSource` drafts with it, see `specjax.drafts.head`.
 """

@@ -270,13 +270,14 @@ SWITCHES = {
 ON_EIGHT = {
     "v5e_8x8": ("mesh.fsdp=1", "mesh.cp=2", "rollout.replicas=2"),
     "v5p_4x4x4": ("mesh.fsdp=2", "packing.rows=2", "rollout.replicas=2"),
+    "v5p_2x4x4": ("mesh.fsdp=2", "packing.rows=2", "rollout.replicas=2"),
 }
 
 
 @pytest.mark.parametrize("config", PODS, ids=lambda path: path.stem)
 def test_a_pod_config_uses_its_pod_wholly_and_takes_every_switch(config):
     cfg, _ = parse_config(RLConfig, ["--config", str(config)])
-    chips = {"v5e_8x8": 64, "v5p_4x4x4": 64, "h100_8": 8, "h200_8": 8}
+    chips = {"v5e_8x8": 64, "v5p_4x4x4": 64, "v5p_2x4x4": 32, "h100_8": 8, "h200_8": 8}
     count = next(n for name, n in chips.items() if config.stem.endswith(name))
     assert cfg.mesh.size == cfg.rollout_devices == count
     assert (ROOT / SHAPES / Path(cfg.model).name / "config.json").is_file()

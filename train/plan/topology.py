@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 
 import jax
 
-from specjax.chips import CHIPS, Chip
+from specjax.chips import CARDS, CHIPS, Chip
 from specjax.command_line import ConfigError
 from specjax.parallel import sharding
 
 # Slices of one host, or of several whole hosts, by the number of a topology's dimensions.
 _SLICES = {2: ("2x2", "2x4", "4x4", "4x8", "8x8"), 3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4")}
+log = logging.getLogger(__name__)
 STANDS_FOR = "v5e"  # the chip whose memory a plan made on CPU is compared with
 
 
@@ -80,6 +83,8 @@ def find_topology(name: str, memory: float | None = None, count: bool = False) -
         here = dataclasses.replace(here, memory=memory)
     if kind.startswith("v") and not count:
         return Topology(name, _tpu_devices(name), here, "tpu")
+    if kind in CARDS and not count and (devices := _gpu_devices(kind, chips)):
+        return Topology(name, devices, here, "gpu")
     compiler = "cpu" if kind == "cpu" and not count else None
     return Topology(name, _cpu_devices(chips), here, compiler)
 
@@ -93,6 +98,21 @@ def _cpu_devices(count: int) -> Sequence[jax.Device]:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         )
     return devices[:count]
+
+
+def _gpu_devices(kind: str, count: int) -> Sequence[jax.Device]:
+    """Returns the GPUs of a host that need not be there; none without jax's CUDA plugin."""
+    from jax.experimental import topologies
+
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    where = {"topology": f"1x1x{count}", "target_config": CARDS[kind].config}
+    try:
+        devices = topologies.get_topology_desc(kind, "cuda", **where).devices
+    except Exception as error:  # noqa: BLE001 (jax raises several types)
+        log.info("nothing is compiled for %s: %s", kind, str(error).splitlines()[0])
+        return ()
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
+    return devices
 
 
 def _tpu_devices(name: str) -> Sequence[jax.Device]:
