@@ -27,7 +27,7 @@ from compiled import (
     update_figures,
 )
 from jax.experimental import topologies
-from tpu_programs import MODEL
+from tpu_programs import MIXTURES, MODEL, of_experts
 
 from bench.programs import (
     CARDS,
@@ -228,9 +228,17 @@ def of_update(name: str) -> dict:
     }
 
 
+def of_mixture(name: str) -> dict:
+    """What became of a layer or an update of mixtures of experts."""
+    program = MIXTURES[name](mesh_over(described(1))).compile()
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    return {"temporaries": temporaries, **of_experts(program.as_text())}
+
+
 def main(*names: str) -> None:
     for name in names:
-        found = of_update(name) if name in UPDATES else of_engine(name)
+        of = of_update if name in UPDATES else of_mixture if name in MIXTURES else of_engine
+        found = of(name)
         print(json.dumps({"program": name, **found}), flush=True)
 
 

@@ -1,5 +1,7 @@
 """Products of sorted rows with matrices of a stack, and their derivatives, in every form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.kernels import dispatch, reference
+from specjax.kernels import dispatch, experts_gpu, experts_tpu, reference
 from specjax.weights.matrix import Choices
 
 
@@ -44,6 +46,39 @@ def test_gradients_are_those_of_the_reference():
 
     for ours, theirs in zip(gradients(dispatch.experts), gradients(reference.experts), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form, few", [(experts_gpu, None), (experts_tpu, 512), (experts_tpu, 0)])
+def test_kernels_equal_the_reference_with_their_gradients(form, few, monkeypatch):
+    x, stack, sizes = case((0, 9, 1, 0, 23, 0), spare=4, width=(128, 256))
+    clean = jnp.nan_to_num(x), jnp.nan_to_num(stack)
+    if few is not None:
+        monkeypatch.setattr(experts_tpu, "FEW", few)
+    if few == 0:
+        stack = clean[1]  # here XLA multiplies by every matrix
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(37, 256)), jnp.float32)
+
+    def results(experts, *arrays):
+        out, back = jax.vjp(lambda x, stack: experts(x, stack, sizes), *arrays)
+        return out, *back(weights)
+
+    ours = jax.jit(functools.partial(results, functools.partial(form.experts, interpret=True)))
+    wanted = results(reference.experts, *clean)
+    for one, other in zip(ours(x, stack), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["gpu", "triton", "gpu:flash"])
+def test_every_backend_of_gpus_multiplies_by_the_triton_kernel(kernel):
+    product = jax.jit(functools.partial(dispatch.experts, kernel=kernel))
+    traced = product.trace(*case((5, 0, 3)))
+    assert 'name = "experts"' in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_matrices_that_a_tpu_would_copy_are_left_to_the_reference():
+    x, stack, sizes = case((5, 0, 3), spare=2)  # 24 and 40 wide
+    out = dispatch.experts(x, stack, sizes, kernel="tpu:v5e")
+    np.testing.assert_allclose(out, reference.experts(x, stack, sizes), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,6 +13,8 @@ import jax
 import other_python
 import pytest
 from gpu_programs import PROGRAMS, UPDATES, engine_of, traced
+from test_tpu_compiler import check_mixtures
+from tpu_programs import MIXTURES
 
 from bench.programs import change_dense
 
@@ -146,3 +148,10 @@ class TestCompiled:
         kernels = {"flash_gpu_forward", "flash_gpu_queries", "flash_gpu_keys"}
         assert kernels <= set(update["figures"]["kernels"]) and not update["cudnn"]
         assert not update["atomics"] and not update["less_than_float32"]
+
+    def test_mixtures_multiply_by_the_matrices_that_rows_chose(self):
+        found = compiled(*MIXTURES)
+        check_mixtures(found, chips=1)
+        # 320 rows of 128 groups, and rows of none, in blocks of 16.
+        assert found["mixture"]["blocks"] == 320 // 16 + 129
+        assert found["mixture update"]["kernels"] == {"experts": 6, "experts_outer": 3}

@@ -15,6 +15,7 @@ import other_python
 import pytest
 import tpu_programs
 from sum_windows import SUM
+from tpu_programs import MIXTURE, MIXTURES, SPARSE
 
 PLAN = other_python.ROOT / ".venv-plan" / "bin" / "python"
 PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", PLAN))
@@ -43,7 +44,7 @@ def compiled(topology: str, *names: str) -> dict[str, dict]:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *PRODUCTS[1:], *TRAINING, WIDE[0]])
+@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *PRODUCTS[1:], *TRAINING, *MIXTURES, WIDE[0]])
 def test_the_programs_that_it_is_given_can_be_lowered(name):
     """Here for the CPU, so that the slow test below does not fall behind the code unseen."""
     mesh = tpu_programs.mesh_over(jax.devices()[:4])
@@ -83,6 +84,38 @@ def test_products_are_what_their_dtype_says_and_never_sums_of_one_row():
 def test_rows_that_are_split_over_devices_are_attended_to_by_three_kernels():
     found = compiled("v5e:2x2", "split rows")["split rows"]
     assert found["flash"] == 3  # forward, queries and keys
+
+
+def check_mixtures(found: dict[str, dict], chips: int) -> None:
+    """Rows are multiplied by the matrices that they chose, which are read where they lie.
+
+    Args:
+      found: what `tpu_programs.of_experts` says of each of `MIXTURES`, and bytes of temporaries.
+      chips: number of devices that the layer's matrices are divided over in a round.
+    """
+    width, count = SPARSE.hidden_size, MIXTURE.num_experts
+    stack = count * width * MIXTURE.intermediate_size
+    layer = 3 * stack * 2  # bytes
+    step, one, update = (found[name] for name in MIXTURES)
+    for program in (step, one):
+        # An array of all rows for each matrix, or a copy of the matrices, would be as large.
+        dense = 8 * 5 * count * width // chips
+        assert program["largest"] < dense < stack // chips and program["by_xla"] < dense
+        assert program["temporaries"] < 2 * dense
+        assert program["kernels"] == {"experts": 3}
+    assert one["blocks"] == MIXTURE.num_experts_per_tok  # one row reads no more matrices
+    assert update["largest"] < 4096 * count * width and update["by_xla"] < stack
+    # Gradients of both layers, and one layer's matrices and their gradients, before they are
+    # stacked: four times the matrices of a layer. As much is there for what rows keep.
+    assert update["temporaries"] < 8 * layer
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_mixtures_multiply_by_the_matrices_that_rows_chose():
+    found = compiled("v5e:2x2", *MIXTURES)
+    check_mixtures(found, chips=4)
+    assert found["mixture update"]["kernels"] == {"ragged-dot-none": 3, "gmm": 3, "tgmm": 3}
 
 
 def measured(topology: str, name: str) -> dict[str, float]:

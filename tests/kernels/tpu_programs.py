@@ -7,6 +7,8 @@ Needs libtpu, whose compiler serves chips by name. `test_tpu_compiler.py` runs i
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import json
 import re
@@ -31,7 +33,9 @@ from bench.programs import (
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.runner import piece_of
+from specjax.interfaces import Where
 from specjax.kernels import dispatch
+from specjax.models.mlps.moe import Mixture
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
@@ -45,7 +49,10 @@ from train.loss.terms import count_denominators, sft_loss
 MODEL = change_dense(WIDE, vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2)
 STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
-SPLIT = functools.partial(sharding.param_shardings, axes=weight_axes(MODEL))
+# As Qwen3-30B-A3B, but for layers and vocabulary.
+MIXTURE = Mixture(num_experts=128, num_experts_per_tok=8, intermediate_size=768)
+SPARSE = change_dense(MODEL, hidden_size=2048, num_heads=32, num_kv_heads=4)
+SPARSE = SPARSE.replace(layers=(dataclasses.replace(SPARSE.layers[0], mlp=MIXTURE),) * 2)
 # Chunks with the widths of Qwen3-8B: plain, of a chain and of a tree, by `strategy:bucket`.
 WIDE_CHUNKS = {
     f"{strategy}:{bucket}": (strategy, bucket)
@@ -61,6 +68,10 @@ def on_mesh(mesh, tree, shardings):
     )
 
 
+def whole(mesh, _=None):
+    return jax.NamedSharding(mesh, jax.P())
+
+
 def packed(mesh, _):
     return sharding.rows_sharding(mesh)
 
@@ -73,7 +84,7 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
     pages = 1 + batch * stretches
 
     def shape(*dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole(mesh))
 
     arrays = [
         shape(batch, heads, rows, head),
@@ -158,33 +169,87 @@ def prefill(mesh):
     return runner.executables.get(key, program, inputs, (2, 3))
 
 
-def training(mesh, head: bool):
+def training(mesh, head: bool, model=MODEL, rows=(4, 1024)):
     """The policy's update, or the head's over two recursive steps, on rows that are packed."""
-    rows = 4, 1024
+    split = functools.partial(sharding.param_shardings, axes=weight_axes(model))
     batch = {
         name: jax.ShapeDtypeStruct(rows, jnp.int32)
         for name in ("tokens", "positions", "segment_ids")
     }
     batch["loss_mask"] = jax.ShapeDtypeStruct(rows, jnp.float32)
     batch = {k: on_mesh(mesh, a, packed) for k, a in batch.items()}
-    params = jax.eval_shape(lambda: init_params(MODEL))
-    params = on_mesh(mesh, params, SPLIT)
+    params = jax.eval_shape(lambda: init_params(model))
+    params = on_mesh(mesh, params, split)
     optimizer = OptimConfig().build(())
     if not head:
-        trainer = PolicyTrainer(MODEL, sft_loss, optimizer, mesh)
+        trainer = PolicyTrainer(model, sft_loss, optimizer, mesh)
         gradients = jax.eval_shape(trainer._zeros_program, params)
-        gradients = on_mesh(mesh, gradients, SPLIT)
+        gradients = on_mesh(mesh, gradients, split)
         counts = count_denominators([{k: np.ones(rows, np.int32) for k in batch}])
         return trainer._accumulate.lower(params, gradients, batch, counts)
     settings = DraftConfig(unroll_steps=2, optim=OptimConfig(lr=1e-4))
-    trainer = DraftTrainer(MODEL, settings, mesh=mesh)
-    head_params = jax.eval_shape(lambda: init_head_params(MODEL))
-    opt_state = on_mesh(mesh, jax.eval_shape(trainer.optimizer.init, head_params), SPLIT)
-    head_params = on_mesh(mesh, head_params, SPLIT)
-    states = jax.ShapeDtypeStruct((*rows, MODEL.hidden_size), jnp.bfloat16)
+    trainer = DraftTrainer(model, settings, mesh=mesh)
+    head_params = jax.eval_shape(lambda: init_head_params(model))
+    opt_state = on_mesh(mesh, jax.eval_shape(trainer.optimizer.init, head_params), split)
+    head_params = on_mesh(mesh, head_params, split)
+    states = jax.ShapeDtypeStruct((*rows, model.hidden_size), jnp.bfloat16)
     states = on_mesh(mesh, states, packed)
     policy = frozen_policy_parts(params)
     return trainer._update.lower(head_params, opt_state, policy, batch, states)
+
+
+def mixture(mesh, rows: tuple[int, int] = (8, 5)):
+    """A layer's experts in a round, of so many slots and rows of each."""
+    kernel, width = dispatch.settle(SPARSE, mesh).run.attention, SPARSE.hidden_size
+    given = MIXTURE.params(width)
+    split = functools.partial(sharding.param_shardings, axes={n: p.axes for n, p in given.items()})
+    weights = {n: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16) for n, p in given.items()}
+    x = jax.ShapeDtypeStruct((*rows, width), jnp.bfloat16)
+
+    def run(weights, x):
+        where = Where("tree", jnp.zeros(rows, jnp.int32), kernel=kernel)
+        return MIXTURE.run(weights, x, where)[0]
+
+    inputs = on_mesh(mesh, weights, split), on_mesh(mesh, x, whole)
+    return jax.jit(sharding.traced_on(mesh, run)).lower(*inputs)
+
+
+def mixture_update(mesh):
+    """The policy's update of two layers of mixtures on one device."""
+    return training(mesh_over(mesh.devices.flat[:1]), False, SPARSE, (1, 4096))
+
+
+# Kernels that multiply by stacks of matrices, by their names in compiled programs.
+MULTIPLY = re.compile(r"ragged-dot-none|\bt?gmm\b|\bexperts(_outer)?(?=/pallas_call)")
+
+
+def of_experts(text: str) -> dict:
+    """How a program multiplies by stacks of matrices, and the sizes of the arrays that it makes.
+
+    `by_xla` is the size of the largest array that XLA itself multiplies or makes by a product, and
+    `blocks` the longest list that a kernel begins with: a block of rows is multiplied by one matrix
+    of a stack.
+    """
+    module = Module(text)
+    made = [(op, ops) for ops in module.computations.values() for op in ops.values() if op.launches]
+    calls = [
+        (name[0], [others[operand].shapes[0].size for operand in op.operands if operand in others])
+        for op, others in made
+        if op.is_kernel and (name := MULTIPLY.search(op.traced_name))
+    ]
+    by_xla = [
+        shape.size
+        for op, others in made
+        if op.opcode in ("dot", "convolution") or op.is_library
+        for part in (op, *(others[operand] for operand in op.operands if operand in others))
+        for shape in part.shapes
+    ]
+    return {
+        "kernels": collections.Counter(name for name, _ in calls),
+        "largest": max(shape.size for op, _ in made for shape in op.shapes),
+        "by_xla": max(by_xla, default=0),
+        "blocks": max(next(size for size in sizes if size > 1) for _, sizes in calls),
+    }
 
 
 def split_rows(mesh) -> jax.stages.Lowered:
@@ -206,6 +271,11 @@ def split_rows(mesh) -> jax.stages.Lowered:
 
 
 # Name -> the program for a mesh, lowered.
+MIXTURES = {
+    "mixture": mixture,
+    "mixture of one row": functools.partial(mixture, rows=(1, 1)),
+    "mixture update": mixture_update,
+}
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
@@ -217,6 +287,7 @@ PROGRAMS = {
     "chunk of one": one_chunk,
     "policy update": lambda mesh: training(mesh, head=False),
     "draft update": lambda mesh: training(mesh, head=True),
+    **MIXTURES,
     **{name: functools.partial(wide_chunk, name=name) for name in WIDE_CHUNKS},
 }  # fmt: skip
 
@@ -244,6 +315,8 @@ def main(topology: str, *wanted: str) -> None:
         }
         if name.startswith("chunk"):
             found |= of_products(text)
+        if name in MIXTURES:
+            found |= of_experts(text)
         if name in WIDE_CHUNKS:
             found |= of_a_round(text)
         print(json.dumps(found), flush=True)

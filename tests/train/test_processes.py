@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from test_mixtures import MIXTURE
 
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
@@ -155,6 +156,21 @@ def test_two_processes_sample_and_learn_what_one_does(two, one):
         assert_close(mine, theirs)
     assert any(r["rollout/groups_carried"] for r in records), "decisions were taken"
     assert any("train/loss" in r for r in records)
+
+
+@pytest.mark.slow
+def test_two_processes_replay_the_routing_of_a_mixture_as_one_does(tmp_path):
+    """Carried samples, whose records the processes tell each other, and divided experts."""
+    policy = tiny_run.write_policy(tmp_path / "policy", raw=MIXTURE)
+    layout = {"mesh.data": 1, "mesh.expert": 2, "mesh.tp": 2, "steps": 3, "packing.rows": 2}
+    finish(start(policy, tmp_path / "two", 2, devices=2, **layout))
+    trainer = trainer_of(policy, tmp_path / "one", **{"packing.rows": 2})
+    for mine in read_metrics(tmp_path / "two"):
+        theirs = trainer.step()
+        assert learned(mine) == learned(theirs)
+        assert_close(mine, theirs)
+        if "train/loss" in mine:
+            assert mine["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
 def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two):
