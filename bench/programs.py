@@ -631,7 +631,7 @@ def tpu_devices(topology: str) -> Sequence[jax.Device]:
 
 def mesh_over(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """Returns a mesh with all devices on the axis `tp`."""
-    return jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
+    return jax.sharding.Mesh(np.array(devices).reshape(*[1] * (len(MESH_AXES) - 1), -1), MESH_AXES)
 
 
 def runner_of(

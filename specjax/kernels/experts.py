@@ -42,7 +42,8 @@ def block_rows(rows: int, matrices: int) -> int:
     return min(LARGEST_BLOCK, max(LEAST_BLOCK, 1 << (mean - 1).bit_length()))
 
 
-def _blocks(sizes: Int[Array, " E"], rows: int, block: int) -> Blocks:
+def blocks_of(sizes: Int[Array, " E"], rows: int, block: int) -> Blocks:
+    """Cuts groups of `sizes` rows, at most `rows` together, into blocks of `block` rows."""
     counts = -(-sizes // block)
     ends, last = jnp.cumsum(sizes), jnp.cumsum(counts)
     number = jnp.arange(rows // block + min(len(sizes), rows))
@@ -65,7 +66,7 @@ def by_blocks(
       dot: multiplies rows [block I] by one matrix of the stack.
     """
     rows, block = len(x), block_rows(len(x), len(sizes))
-    blocks, x = _blocks(sizes, rows, block), jnp.pad(x, [(0, block), (0, 0)])
+    blocks, x = blocks_of(sizes, rows, block), jnp.pad(x, [(0, block), (0, 0)])
 
     def product(i: Array) -> Array:
         matrix = jax.tree.map(lambda a: a[blocks.matrix[i]], stack)
@@ -86,7 +87,7 @@ def _outer(
 ) -> Float[Array, "E I O"]:
     """Returns `x.T @ y` of the rows of each group, float32."""
     rows, block = len(x), block_rows(len(x), len(sizes))
-    blocks = _blocks(sizes, rows, block)
+    blocks = blocks_of(sizes, rows, block)
     x, y = (jnp.pad(a, [(0, block), (0, 0)]) for a in (x, y))
 
     def body(i: Array, out: Array) -> Array:

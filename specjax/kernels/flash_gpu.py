@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Backend, Device
+from specjax.kernels import experts_gpu
 from specjax.kernels.backend import head_sizes
 from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
@@ -443,7 +444,8 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 
 
 BACKEND = Backend(
-    operations={"causal_attention": causal_attention},
+    # Training has this backend, and in decoding it is the rest of the others.
+    operations={"causal_attention": causal_attention, "experts": experts_gpu.experts},
     takes={"causal_attention": ("window", "soft_cap", "sinks")},
     refuses=_refuses,
     rest="library:cudnn",

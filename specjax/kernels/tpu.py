@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
-from specjax.kernels import context_parallel, flash, library
+from specjax.kernels import context_parallel, experts_tpu, flash, library
 from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
@@ -626,6 +626,7 @@ def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
             "tree_attention": functools.partial(tree_attention, tuning=tuning),
             "causal_attention": library.splash_attention,
             "context_attention": CONTEXT_ATTENTION,
+            "experts": experts_tpu.experts,
         },
         takes={**library.TAKES, "context_attention": ("window", "sinks")},
         refuses=_refuses,
