@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.kernels.backend import Declined
-from specjax.kernels.experts import blocks_of, block_rows
+from specjax.kernels.experts import block_rows, blocks_of
 from specjax.kernels.tiles import dot
 from specjax.kernels.triton_lowering import as_on_a_gpu
 
