@@ -26,7 +26,7 @@ from specjax.engine.request import Limits, check_job, features_of, make_jobs
 from specjax.engine.sources import Drafting, settle_draft, trains
 from specjax.interfaces import Draft
 from specjax.models.rows import matrix_names
-from specjax.models.transformer import laid_out
+from specjax.models.transformer import laid_out, record_form
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.settings import named_in
@@ -395,6 +395,10 @@ def build_programs(
     Raises:
       ConfigError: the settings do not fit together.
     """
+    if cfg.algo.router_aux_loss_coef and record_form(model) is None:
+        raise ConfigError(
+            "algo.router_aux_loss_coef: expected a mixture of experts, got a dense policy; set 0"
+        )
     roll, speculate = cfg.rollout, drafts(cfg)
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
     context, kernel = context_of(cfg.mesh, mesh), cfg.attention

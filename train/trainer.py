@@ -485,14 +485,14 @@ class Trainer:
         return placed
 
     def _replay_difference(self, batch: dict) -> dict[str, float]:
-        """Measures on one micro-batch how far trainer and rollout are apart, routed either way."""
+        """Measures on one micro-batch how far trainer and rollout are apart, routed otherwise."""
         fresh = (batch["loss_mask"] > 0) & (batch["staleness"] == 0)
-        placed, metrics = self.policy.place(batch), {}
-        for name, routed in (("with", placed), ("without", routed_anew(placed))):
-            off = self._fetched_logprobs(self.params, routed) - batch["behaviour_logprobs"]
-            key = f"train/train_rollout_logprob_abs_diff_{name}_replay"
-            metrics[key] = float(np.abs(off)[fresh].mean()) if fresh.any() else 0.0
-        return metrics
+        placed, name = self.policy.place(batch), "with"
+        if self.cfg.algo.routing_replay:
+            placed, name = routed_anew(placed), "without"
+        off = self._fetched_logprobs(self.params, placed) - batch["behaviour_logprobs"]
+        mean = float(np.abs(off)[fresh].mean()) if fresh.any() else 0.0
+        return {f"train/train_rollout_logprob_abs_diff_{name}_replay": mean}
 
     def _update_draft(self, batches: list, states: list) -> dict[str, float]:
         """Trains the head on the states of the old policy; returns the metrics of its update.

@@ -150,7 +150,11 @@ def first_difference(runner, job: Job, plain: Any, spec: Any) -> Difference:
     if all(record is not None for record in records):
         flip, is_tie = _flip(runner, context, *records)
     if flip is not None:
-        explained = is_tie and not runner.plan.invariant
+        by_own = np.stack([_replayed(runner, context, record) for record in records])
+        slack = ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
+        rows = np.stack([moved(row, t, slack) for row, t in zip(by_own, (a, b), strict=True)])
+        can_win = (_perturbed(runner, job, context, rows).argmax(-1) == (a, b)).all()
+        explained = is_tie and bool(can_win) and a >= 0 and b >= 0 and not runner.plan.invariant
         return Difference(job.request, job.sample, position, a, b, spread, explained, flip)
     is_rounding = spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
     explained = is_rounding and not runner.plan.invariant and a >= 0 and b >= 0 and bool(either)
@@ -173,16 +177,14 @@ def _flip(
     layer = [*recording_layers(cfg)][place]
     mlp = cfg.layers[layer].mlp
     if not isinstance(mlp, Mixture):
-        return (int(row), layer), False
-    tokens, _ = padded_contexts([context])
-    given = no_records(record_form(cfg), *tokens.shape)
-    given[0, :rows] = plain[:rows]
+        return None, False
+    tokens, given = _given(cfg, context, plain)
     with sharding.ambient(runner.mesh), precision_of(cfg):
         bits = _scores(cfg, runner.weights.policy, tokens, given)
     scores = np.asarray(bits)[0, row, place].view(np.float32)
     one, other = (set(record[row, place].tolist()) for record in (plain, spec))
     involved = np.abs(scores[[*(one | other)]]).max()
-    slack = ROUNDING_LIMIT[cfg.run.compute_dtype] * float(involved)
+    slack = ROUNDING_LIMIT[cfg.run.compute_dtype] * max(1.0, float(involved))
 
     def can_choose(wanted: set[int], instead_of: set[int]) -> bool:
         moved = scores.copy()
@@ -191,6 +193,32 @@ def _flip(
         return {*np.asarray(mlp.choose(moved)).tolist()} == wanted
 
     return (int(row), layer), can_choose(one, other) and can_choose(other, one)
+
+
+def _given(
+    cfg: ModelConfig, context: np.ndarray, records: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a context as padded tokens [1 M], and its records."""
+    tokens, _ = padded_contexts([context])
+    given, rows = no_records(record_form(cfg), *tokens.shape), min(len(context), len(records))
+    given[0, :rows] = records[:rows]
+    return tokens, given
+
+
+def _replayed(runner, context: np.ndarray, records: np.ndarray) -> np.ndarray:
+    """Returns the next-token logits [V] of a full forward pass with the experts of a decoding."""
+    with sharding.ambient(runner.mesh), precision_of(runner.cfg):
+        logits = _full_with(
+            runner.cfg, runner.weights.policy, *_given(runner.cfg, context, records), len(context)
+        )
+    return np.asarray(logits, np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _full_with(cfg: ModelConfig, params, tokens, given, length):
+    model, positions = _model(cfg, params), jnp.arange(tokens.shape[1])[None]
+    x = model.hidden(tokens, positions, jnp.ones_like(positions), given=given).x
+    return model.logits(jax.lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1))[0, 0]
 
 
 @dataclasses.dataclass(frozen=True)

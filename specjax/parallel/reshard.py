@@ -296,9 +296,11 @@ class _Common(NamedTuple):
         slices, exchanges = [], []
         for dimension, axes in enumerate(new):
             kept = tuple(a for a in old[dimension] if a in axes)
-            if kept != old[dimension][: len(kept)] or kept != axes[: len(kept)]:
-                raise Unrelated(f"cannot reshard from {old_spec} to {new_spec}")
             added = [a for a in axes if a not in old[dimension]]
+            # What is exchanged into a dimension that is gathered afterwards would be interleaved.
+            is_prefix = kept == old[dimension][: len(kept)] and kept == axes[: len(kept)]
+            if not is_prefix or (added and len(kept) < len(old[dimension])):
+                raise Unrelated(f"cannot reshard from {old_spec} to {new_spec}")
             copies = tuple(a for a in added if not any(a in here for here in old))
             if copies:
                 slices.append((dimension, copies))

@@ -285,9 +285,15 @@ def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> ja
 
 
 def split_over(mesh: jax.sharding.Mesh, name: str | None, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split a dimension of a logical axis; none if it stays whole."""
+    """Returns the mesh axes that split a dimension of a logical axis; none if it stays whole.
+
+    Experts that do not divide by all of their axes are split over the largest that they divide by.
+    """
     physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
-    return physical if size % math.prod(mesh.shape[a] for a in physical) == 0 else ()
+    ways = [physical]
+    if name == "expert":
+        ways += sorted(((a,) for a in physical), key=lambda axes: -mesh.shape[axes[0]])
+    return next((w for w in ways if size % math.prod(mesh.shape[a] for a in w) == 0), ())
 
 
 def shard_shape(axes: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:

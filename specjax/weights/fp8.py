@@ -14,7 +14,7 @@ import numpy as np
 from specjax.checked_json import CheckpointError, Keys, shown
 
 DTYPE = "float8_e4m3fn"
-_SCALE = "_scale_inv"  # follows the name of the matrix
+_SCALE = "_scale_inv"  # of X.weight the scales are X.weight_scale_inv
 _SCALE_DTYPES = ("float32", "bfloat16")
 _KNOWN = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
 

@@ -14,6 +14,7 @@ from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource
+from specjax.models.families import family_of
 from specjax.registry import FAMILIES
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -235,3 +236,14 @@ def test_longrope_is_written_as_transformers_4_accepts_it():
     assert read(out) == cfg
     with pytest.raises(CheckpointError, match="factors of longrope"):
         read({**out, "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}})
+
+
+def test_a_window_of_qwen3_moe_is_that_of_all_layers_and_its_keys_must_agree():
+    raw = usual_config("qwen3_moe")
+    used = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 20}
+    cfg = read({**raw, **used, "use_qk_norm": True})
+    assert {layer.mixer.window for layer in cfg.layers} == {512}
+    assert read({**raw, **family_of("qwen3_moe").write(cfg)}).layers == cfg.layers
+    for wrong in ({"use_qk_norm": False}, {"num_experts": 64}, {"num_experts_per_tok": 200}):
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=next(iter(wrong))):
+            read({**raw, **wrong})

@@ -157,6 +157,28 @@ def test_weights_arrive_whole_and_a_device_receives_no_more_than_it_lacks(axes, 
     assert received_by(program) == bytes_missing(placed, expected)
 
 
+@pytest.mark.parametrize(
+    ("axes", "tp"),
+    [
+        ({"fsdp": 2, "expert": 4}, 4),
+        ({"expert": 2, "fsdp": 4}, 2),
+        ({"expert": 2, "cp": 2, "tp": 2}, 4),
+        ({"fsdp": 2, "expert": 2, "cp": 2}, 2),
+        ({"expert": 4, "cp": 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("count", [8, 12])
+def test_experts_arrive_as_they_left(axes, tp, count):
+    mesh = make_mesh(MeshConfig(**axes))
+    of_stack = {"experts_up": ("expert", "expert_embed", None)}
+    stack = np.arange(2 * count * 16 * 4, dtype=np.float32).reshape(2, count, 16, 4)
+    where = sharding.param_shardings(mesh, {"experts_up": stack}, of_stack)
+    sent = jax.device_put({"experts_up": stack}, where)
+    received = Mover(rollout_mesh(mesh, tp), of_stack)(sent)["experts_up"]
+    np.testing.assert_array_equal(received, stack)
+    assert received.sharding.shard_shape(stack.shape) == (2, count // tp, 16, 4)
+
+
 def test_a_weight_of_which_a_device_gets_more_than_its_shard_is_named():
     mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
     params = init_params(TINY, 0)

@@ -74,7 +74,6 @@ def test_a_router_that_moved_since_the_rollout_makes_no_difference_with_replay(
 
     monkeypatch.setattr(trainer, "_roll_out", then_nudge)
     metrics = trainer.step()
-    assert metrics[f"{DIFFERENCE}_with_replay"] < 1e-4 < 0.01
     assert metrics[f"{DIFFERENCE}_without_replay"] > 0.05
     assert metrics[DIFFERENCE] < 1e-4
     assert trainer.step()[DIFFERENCE] < 1e-4  # carried tokens, too

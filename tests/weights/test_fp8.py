@@ -60,7 +60,7 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mimo"])
+@pytest.mark.parametrize("family", ["qwen3", "mimo", "qwen3_moe"])
 def test_values_times_scales_in_float32_are_rounded_once_to_the_dtype_of_the_parameters(
     family, quantised, folder, tmp_path, monkeypatch, caplog
 ):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from specjax.checked_json import Keys
+from specjax.checked_json import CheckpointError, Keys
 from specjax.models.families import common
 from specjax.models.families.dense import DenseFamily
 from specjax.models.mlps.dense import Dense
@@ -37,20 +37,20 @@ class MixtureFamily(DenseFamily):
         """Returns the mlp of each layer: a mixture, or a dense one where `sparse` says so."""
         sparse = self.sparse(keys, layers)
         fields = self.fields(keys) if any(sparse) else {}
-        counts = [keys.integer(name, None) for name in self.experts_keys]
+        counts = {keys.integer(name, None) for name in self.experts_keys} - {None}
+        if len(counts) > 1:
+            raise keys.error(self.experts_keys[0], f"what {self.experts_keys[1]} says")
         try:
             mixture = any(sparse) and Mixture(
                 activation=activation,
-                num_experts=next(filter(None, counts), None) or keys.integer(self.experts_keys[0]),
+                num_experts=counts.pop() if counts else keys.integer(self.experts_keys[0]),
                 num_experts_per_tok=keys.integer("num_experts_per_tok"),
                 intermediate_size=keys.integer(self.width_key),
                 norm_topk_prob=self.normed is None or keys.flag("norm_topk_prob", self.normed),
                 **fields,
             )
         except ValueError as error:
-            raise keys.error(
-                "num_experts_per_tok", f"experts that fit together ({error})"
-            ) from error
+            raise CheckpointError(f"{keys.file}: {error}; correct it") from error
         dense = None if all(sparse) else Dense(keys.integer("intermediate_size"), activation)
         return [mixture if one else dense for one in sparse]
 

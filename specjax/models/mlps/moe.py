@@ -81,8 +81,8 @@ class Mixture:
         size, rest = divmod(self.num_experts, groups)
         if rest or not 1 <= chosen <= groups or chosen * size < self.num_experts_per_tok:
             raise ValueError(
-                f"n_group {groups} and topk_group {chosen} do not fit {self.num_experts} experts, "
-                f"of which {self.num_experts_per_tok} are chosen"
+                f"n_group must divide the {self.num_experts} experts, got {groups}; topk_group be "
+                f"at most n_group, of groups with {self.num_experts_per_tok} experts, got {chosen}"
             )
 
     def params(self, width: int) -> dict[str, Param]:
@@ -168,8 +168,10 @@ class Mixture:
         return jax.lax.stop_gradient(scores)
 
     def scores(self, w: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-        """Returns the scores by which `choose` chooses the experts of rows."""
-        return self._corrected(w, ROUTERS[self.router](dot(x, w["router"], jnp.float32)))
+        """Returns scores by which `choose` chooses the experts of rows; logits where they do."""
+        logits = dot(x, w["router"], jnp.float32)
+        by_logits = self.n_group == 1 and not self.correction
+        return self._corrected(w, logits if by_logits else ROUTERS[self.router](logits))
 
     def choose(self, scores: Float[Array, "... E"]) -> Int[Array, "... k"]:
         """Returns the experts of rows by their scores, best first."""
@@ -268,5 +270,4 @@ class Mixture:
             "load_balance": self.num_experts * (load * mean).sum(),
             "router_entropy": entropy,
             "expert_load_max": per_expert.max(),
-            "expert_load_min": per_expert.min(),
         }
