@@ -28,10 +28,10 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Large pages for malloc: on CPU a third of a training step went into page faults of fresh buffers.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-test test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test test-long test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl serve plan test test-full features results lint tpu-check gpu-check gpu-wheels clean
+.PHONY: help install rl serve plan test test-long test-full features results lint tpu-check gpu-check gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -49,13 +49,18 @@ plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by thei
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  $(PLAN_VENV)/bin/python -m train.plan $(ARGS)
 
-test: $(STAMP) ## ruff and the tests, those marked slow left out
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs
+
+test: $(STAMP) ## ruff and the tests, those marked long or slow left out
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" -rs $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+test-long: $(STAMP) ## the tests of a few seconds each, which `make test` leaves out
+	$(PYTEST) -m "long and not slow" $(ARGS)
 
 test-full: $(STAMP) ## ruff and every test, with machine code as users get it
 	$(BIN)/ruff check .
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs $(ARGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) $(ARGS)
 
 features: $(STAMP) ## write docs/features.md anew, from what the programs say
 	SPECJAX_WRITE_FEATURES=1 $(BIN)/python -m pytest -q tests/settings/test_feature_table.py

@@ -165,6 +165,17 @@ LONG = {
 }  # fmt: skip
 
 
+# Tests that take more than about a second and a half with a full cache are marked `long`: by name,
+# with the folder, whatever their parameters, or as whole files whose tests share what is long.
+_MARKED_LONG = frozenset((Path(__file__).parent / "long.txt").read_text().split())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    name = item.nodeid.partition("[")[0].removeprefix("tests/")
+    if {name, name.partition("::")[0]} & _MARKED_LONG:
+        item.add_marker("long")
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)

@@ -203,7 +203,7 @@ def test_mlp_of_ones_own_says_which_expert_decided_each_token(examples):
     cfg = ModelConfig(vocab_size=64, hidden_size=16, layers=(layers, layers))
     llm = LLM((cfg, init_params(cfg, 1), None), None, max_batch=1, max_len=32)
     [sample] = llm.generate([[3, 5]], SamplingParams(seed=0, max_tokens=8))[0].samples
-    assert sample.records.shape == (8, 2) and set(np.unique(sample.records)) <= {0, 1}
+    assert sample.records.shape == (2 - 1 + 8, 2) and set(np.unique(sample.records)) <= {0, 1}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

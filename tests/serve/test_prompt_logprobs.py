@@ -138,6 +138,7 @@ def test_what_is_not_told_of_a_prompt_is_refused(server: Server, what):
 
 def test_scoring_neither_disturbs_what_runs_nor_compiles_twice(server: Server, plain):
     PromptScorer(server.llm.engine, server.llm.max_len).warm_up()
+    ask(server, prompt="17+25+8=", max_tokens=40, seed=7, echo=True, logprobs=1)
     built = server.metrics()["compilations_total"]
     with server.slowly(0.02):
         stream = server.client().completions.create(
