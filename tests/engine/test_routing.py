@@ -68,7 +68,7 @@ def compared(spec: SpecConfig, count: int, **engine) -> int:
 
 
 SMALL = {
-    "cache_bytes": 60_000,
+    "cache_bytes": 50_000,
     "page_size": 16,
     "chunk_tokens": 8,
     "stretch": 1,
