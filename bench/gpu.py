@@ -50,8 +50,9 @@ from bench import gpu_process as records
 from bench.command import bench_parser, user_errors
 from bench.gpu_parts import PARTS, TARGETS, Target
 from bench.gpu_process import MODEL, ROWS, Part, Record
-from bench.programs import CARDS, SHARE, short_name
+from bench.programs import short_name
 from bench.record import RESULTS, figure, now, result_of, write_json
+from specjax.chips import CARDS, SHARE
 
 SMALL_OUT = "runs/gpu-small"
 MINUTES, SMALL_MINUTES = 14.0, 60.0

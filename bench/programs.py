@@ -28,9 +28,7 @@ from jax.experimental import topologies
 from bench.record import alternate_prepared, figure, median_interval
 from specjax import ModelConfig, RunConfig, SpecConfig
 from specjax.checkpoint.huggingface import read_config
-from specjax.chips import CARDS as CARDS
-from specjax.chips import SHARE as SHARE
-from specjax.chips import Card
+from specjax.chips import CARDS, Card
 from specjax.config import Strategy
 from specjax.decode.chunk import Result, Until
 from specjax.decode.noise import request_keys, request_words

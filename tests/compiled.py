@@ -47,8 +47,9 @@ from hlo import ENTRY, PARTS, REST, ROUND, Cost, Module, Shape
 
 from bench import programs
 from bench.command import bench_parser, user_errors
-from bench.programs import CARDS, DEFAULT, Ahead, Chunk, Size, shape_of, whole_model
+from bench.programs import DEFAULT, Ahead, Chunk, Size, shape_of, whole_model
 from bench.record import figure, figures_in, report, versions, write_result
+from specjax.chips import CARDS
 from specjax.decode.options import Features
 from specjax.engine.programs import ONE_GRAPH
 from specjax.interfaces import Denominators

@@ -155,12 +155,12 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
 # is still at one when the others have nothing left.
-LONG = {
+FIRST = {
     "test_chaos", "test_chi_square",
     "test_control", "test_eagle3_parity", "test_engine", "test_every_source", "test_features",
     "test_fuzz",
     "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
-    "test_every_setting", "test_feature_table", "test_page", "test_process", "test_processes",
+    "test_feature_table", "test_page", "test_process", "test_processes",
     "test_replicas", "test_resume", "test_rl", "test_sharding", "test_verify_cli",
 }  # fmt: skip
 
@@ -178,7 +178,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     if _TESTS == "jax":
         leave_out(config, items)
     elif _TESTS == "part":

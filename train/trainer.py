@@ -382,15 +382,9 @@ class Trainer:
 
     def _score_carried(self) -> None:
         """Scores the new tokens of carried groups with the weights that sampled them."""
-        replayed = self.cfg.algo.routing_replay
-
-        def logprobs(batch: PackedBatch) -> np.ndarray:
-            placed = self.policy.place(batch)
-            return self._fetched_logprobs(self.params, placed if replayed else routed_anew(placed))
-
         score_new_tokens(
             self.rollouts.carried,
-            logprobs,
+            lambda batch: self._fetched_logprobs(self.params, self._placed(batch)),
             self.cfg.packing.row_length,
             self.row_sizes,
         )
@@ -465,7 +459,7 @@ class Trainer:
         """Estimates KL(policy || reference) by `k1` at each response token."""
         of_samples = [None] * len(samples)
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
-            placed, ids = self.policy.place(batch), batch["sample_ids"]
+            placed, ids = self._placed(batch), batch["sample_ids"]
             kl = self._fetched_logprobs(self.params, placed)
             kl = k1(kl, self._fetched_logprobs(self.reference, routed_anew(placed)))
             for i in np.unique(ids[ids >= 0]).tolist():
@@ -473,11 +467,14 @@ class Trainer:
                 of_samples[i] = kl[(ids == i) & generated]
         return of_samples
 
-    def _scored(self, batch: dict) -> dict:
-        """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
+    def _placed(self, batch: PackedBatch) -> dict:
+        """Moves a micro-batch to the devices, with the records that the policy is trained with."""
         placed = self.policy.place(batch)
-        if not self.cfg.algo.routing_replay:
-            placed = routed_anew(placed)
+        return placed if self.cfg.algo.routing_replay else routed_anew(placed)
+
+    def _scored(self, batch: PackedBatch) -> dict:
+        """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
+        placed = self._placed(batch)
         for name in scores_to_add(self.cfg):
             placed[name] = self.policy.logprobs(self.params, placed)
         if self.cfg.algo.kl_loss_coef:

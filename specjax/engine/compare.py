@@ -207,18 +207,11 @@ def _given(
 
 def _replayed(runner, context: np.ndarray, records: np.ndarray) -> np.ndarray:
     """Returns the next-token logits [V] of a full forward pass with the experts of a decoding."""
+    tokens, given = _given(runner.cfg, context, records)
+    lengths = np.array([len(context)], np.int32)
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):
-        logits = _full_with(
-            runner.cfg, runner.weights.policy, *_given(runner.cfg, context, records), len(context)
-        )
-    return np.asarray(logits, np.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _full_with(cfg: ModelConfig, params, tokens, given, length):
-    model, positions = _model(cfg, params), jnp.arange(tokens.shape[1])[None]
-    x = model.hidden(tokens, positions, jnp.ones_like(positions), given=given).x
-    return model.logits(jax.lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1))[0, 0]
+        logits = _full(runner.cfg, runner.weights.policy, tokens, lengths, given)
+    return np.asarray(logits[0], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,9 +325,11 @@ def padded_contexts(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.n
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _full(cfg: ModelConfig, params, tokens, lengths):
+def _full(cfg: ModelConfig, params, tokens, lengths, given=None):
     model = _model(cfg, params)
-    x = model.prefill(tokens, lengths).x
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    x = model.hidden(tokens, positions, segments, given=given).x
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return model.logits(last)[:, 0]
 

@@ -12,8 +12,9 @@ from bench import gpu
 from bench import gpu_process as records
 from bench.gpu_parts import PARTS
 from bench.gpu_process import Job, Part
-from bench.programs import CARDS, Place
+from bench.programs import Place
 from bench.record import figure, write_json
+from specjax.chips import CARDS
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"

@@ -21,6 +21,7 @@ from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Room, Where
 from specjax.memory import empty
 from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
 from specjax.models.mlps.moe import Mixture
 from specjax.models.transformer import graphdef, init_params, unroll_layers
 from specjax.verify.identity import random_requests
@@ -158,3 +159,17 @@ def test_a_round_of_few_rows_reads_the_experts_that_they_choose_and_no_others():
     kept = [one.memory_analysis().temp_size_in_bytes for one in (few, many)]
     assert read[1] - read[0] < 4 * expert and read[0] < 10 * 2 * 2 * expert
     assert kept[1] - kept[0] < expert
+
+
+def test_a_shared_expert_is_added_as_much_as_its_gate_says():
+    gated = Mixture(8, 2, 24, shared_size=16, shared_gate=True)
+    rng, rows = np.random.default_rng(3), gated.params(16)
+    w = {name: jnp.asarray(rng.normal(size=row.shape), jnp.float32) for name, row in rows.items()}
+    x, where = (
+        jnp.asarray(rng.normal(size=(1, 6, 16)), jnp.float32),
+        Where("tree", jnp.arange(6)[None]),
+    )
+    alone = dataclasses.replace(gated, shared_size=0, shared_gate=False).run(w, x, where)[0]
+    shared = Dense(16).run({name: w[f"shared_{name}"] for name in ("gate", "up", "down")}, x)[0]
+    wanted = alone + jax.nn.sigmoid(x @ w["shared_weight"]) * shared
+    np.testing.assert_allclose(gated.run(w, x, where)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from bench.programs import CARDS
+from specjax.chips import CARDS
 from specjax.kernels import gpu
 
 SIZES = attention_call.Sizes(slots=8, kv_heads=2, page=64, pages=16)

@@ -30,7 +30,6 @@ from jax.experimental import topologies
 from tpu_programs import MIXTURES, MODEL, of_experts
 
 from bench.programs import (
-    CARDS,
     Ahead,
     alone,
     change_dense,
@@ -39,6 +38,7 @@ from bench.programs import (
     runner_of,
     token_map,
 )
+from specjax.chips import CARDS
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until

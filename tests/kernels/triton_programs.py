@@ -18,7 +18,7 @@ import attention_call
 import jax
 from jax.experimental import topologies
 
-from bench.programs import CARDS
+from specjax.chips import CARDS
 from specjax.kernels import triton
 
 # Facts that differ from an H100's: name, compute capability, multiprocessors, and bytes of shared

@@ -53,5 +53,5 @@ class Glm4MoeFamily(MixtureFamily):
 FAMILY = Glm4MoeFamily(
     "glm4_moe", "Glm4MoeForCausalLM", head_style="deepseek", qk_norm=None, partial_rotary=True,
     experts_keys=("n_routed_experts", "num_local_experts"), normed=True,
-    defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, },
+    defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
 )  # fmt: skip

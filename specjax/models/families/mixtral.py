@@ -37,6 +37,6 @@ class MixtralFamily(MixtureFamily, MistralFamily):
 FAMILY = MixtralFamily(
     "mixtral", "MixtralForCausalLM", qkv_bias=False,
     experts_keys=("num_local_experts",), width_key="intermediate_size",
-    defaults={"num_key_value_heads": 8, "sliding_window": None,
-              "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5,
+              "rope_theta": 1e6},
 )  # fmt: skip

@@ -150,12 +150,9 @@ class Mixture:
             weights = jax.nn.softmax(weights)
         elif self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdims=True) + _TINY)
-        # Rows of padding go through no expert.
-        used = (
-            ids
-            if where.segments is None
-            else jnp.where(where.segments[..., None] > 0, ids, self.num_experts)
-        )
+        used = ids
+        if where.segments is not None:  # rows of padding go through no expert
+            used = jnp.where(where.segments[..., None] > 0, ids, self.num_experts)
         kernel = "reference" if where.form == "by_position" else where.kernel
         out = self._on_devices(w, x, used, weights * self.scaling, kernel)
         if self.shared_size:
@@ -184,8 +181,8 @@ class Mixture:
         return jax.lax.top_k(scores, self.num_experts_per_tok)[1]
 
     def _run_shared(self, w: Params, x: Array, where: Where) -> Array:
-        names = {name.removeprefix("shared_"): a for name, a in w.items() if "shared_" in name}
-        out, *_ = self._shared.run(names, x, where)
+        arrays = {name.removeprefix("shared_"): array for name, array in w.items()}
+        out, *_ = self._shared.run(arrays, x, where)
         if self.shared_gate:
             out = out * jax.nn.sigmoid(dot(x, w["shared_weight"]))
         return out
