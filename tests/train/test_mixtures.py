@@ -32,29 +32,21 @@ def trainer_of(model, out, **changes):
     return rl.Trainer(parse_config(RLConfig, tiny_run.arguments(model, out, **changes))[0])
 
 
-def with_twins(params):
+def changed_routers(params, change):
+    def one(path, array):
+        return jax.device_put(change(np.array(array))) if path[-1].key == "router" else array
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def twins(router):
     """Four experts each have one router: ties, which the first two of them win."""
-
-    def one(path, array):
-        if path[-1].key != "router":
-            return array
-        router = np.asarray(array)
-        return jax.device_put(np.repeat(router[..., ::4], 4, axis=-1))
-
-    return jax.tree_util.tree_map_with_path(one, params)
+    return np.repeat(router[..., ::4], 4, axis=-1)
 
 
-def nudged(params):
+def nudged(router):
     """The last two of four experts win, by less than rounding moves a log-probability."""
-
-    def one(path, array):
-        if path[-1].key != "router":
-            return array
-        router = np.array(array)
-        router[..., np.arange(8) % 4 < 2] *= 1 - 1e-6
-        return jax.device_put(router)
-
-    return jax.tree_util.tree_map_with_path(one, params)
+    return router * np.where(np.arange(8) % 4 < 2, 1 - 1e-6, 1).astype(router.dtype)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -63,13 +55,13 @@ def test_a_router_that_moved_since_the_rollout_makes_no_difference_with_replay(
 ):
     changes = {"rollout.partial": "true", "rollout.over_sample": 2} if partial else {}
     trainer = trainer_of(mixture, tmp_path, **changes, **{"algo.dynamic_sampling": "false"})
-    trainer.params = with_twins(trainer.params)
+    trainer.params = changed_routers(trainer.params, twins)
     trainer.sync_weights()
     roll_out = trainer._roll_out
 
     def then_nudge(step):
         result = roll_out(step)
-        trainer.params = nudged(trainer.params)
+        trainer.params = changed_routers(trainer.params, nudged)
         return result
 
     monkeypatch.setattr(trainer, "_roll_out", then_nudge)
