@@ -73,18 +73,21 @@ class TensorSlice(NamedTuple):
       start: first index of the slice.
       stop: index before which the slice ends.
       size: length of the whole tensor along that axis.
-      step: distance between two indices of the slice.
+      groups: number of equal groups of indices, in each of which the slice is taken; its start and
+        stop are those in a group.
     """
 
     axis: int
     start: int
     stop: int
     size: int
-    step: int = 1
+    groups: int = 1
 
     @property
-    def length(self) -> int:
-        return len(range(self.start, self.stop, self.step))
+    def indices(self) -> Int[np.ndarray, " length"]:
+        """The indices of the slice along the axis."""
+        first = np.arange(self.groups)[:, None] * (self.size // self.groups)
+        return (first + np.arange(self.start, self.stop)).reshape(-1)
 
 
 class Stored(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
+import itertools
 import json
 import logging
 import math
@@ -381,10 +382,11 @@ def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, 
     """Reads one slice of a piece of a parameter; `index` is in the piece's own axes."""
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
-        rows = range(part.start, part.stop, part.step)[index[part.axis]]
-        # Not every format reads in steps: the rows between are read and dropped.
-        index[part.axis] = slice(rows.start, rows[-1] + 1 if rows else rows.start)
-        every[part.axis] = slice(None, None, part.step)
+        rows = part.indices[index[part.axis]]
+        # Formats read what is contiguous: the rows between are read and dropped.
+        first, end = (rows[0], rows[-1] + 1) if len(rows) else (0, 0)
+        index[part.axis] = slice(int(first), int(end))
+        every[part.axis] = slice(None) if len(rows) == end - first else rows - first
     piece = weights[stored.name][tuple(index)][tuple(every)]
     return piece.swapaxes(-1, -2) if stored.transpose else piece
 
@@ -398,7 +400,40 @@ def _named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
         return family.renamed.get(begins, "") + name.removeprefix(begins)
 
     ignored = set(_ignored(cfg, tensors))
-    return {renamed(name): tensor for name, tensor in tensors.items() if name not in ignored}
+    named = {renamed(name): tensor for name, tensor in tensors.items() if name not in ignored}
+    return dict(part for item in named.items() for part in _experts(*item))
+
+
+class _Expert(NamedTuple):
+    """A matrix of one expert in a tensor [E rows columns]."""
+
+    stack: Any
+    number: int
+    first: int  # row of the tensor
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> Any:
+        return self.stack.dtype
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        start, stop, _ = index[0].indices(self.shape[0])
+        rows = slice(self.first + start, self.first + stop)
+        return self.stack[slice(self.number, self.number + 1), rows, index[1]][0]
+
+
+def _experts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the matrices of each expert of a tensor that holds those of all, or the tensor."""
+    layer, _, kind = name.rpartition(".experts.")
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+    if not layer or names is None or len(tensor.shape) != 3:
+        yield name, tensor
+        return
+    count, rows, columns = tensor.shape
+    size = rows // len(names)
+    for number, (place, part) in itertools.product(range(count), enumerate(names)):
+        matrix = _Expert(tensor, number, place * size, (size, columns))
+        yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
 def _ignored(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
@@ -414,14 +449,18 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: dict[str, Any]) -> ModelCo
     """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
     transformers writes GLM's config with an MTP head whose weights it has not read: there is none.
+    Qwen3-Next's config does not say that the weights hold one.
     If a file holds both an embedding and a language-model head that differ, both are used although
     config.json ties them; if it holds only the head, that is also the embedding.
     """
-    heads = (is_head_name(cfg, style, name) for style in HEAD_STYLES for name in weights)
-    if cfg.mtp_num_layers and weights and not any(heads):
+    family = family_of(cfg.model_type)
+    heads = any(is_head_name(cfg, style, name) for style in HEAD_STYLES for name in weights)
+    if cfg.mtp_num_layers and weights and not heads:
         log.warning("%s: config.json names an MTP head, and the weights hold none", path)
         cfg = cfg.replace(mtp_num_layers=0)
-    stored = family_of(cfg.model_type).stored(cfg, None)
+    elif heads and not cfg.mtp_num_layers and family.head_style == "qwen3_next":
+        cfg = cfg.replace(mtp_num_layers=1)
+    stored = family.stored(cfg, None)
     places = stored["embed"], stored["lm_head"]
     if not all(isinstance(place, Stored) and place.part is None for place in places):
         return cfg
@@ -657,7 +696,7 @@ def _reader(tensor: Tensor, arrays: Mapping[str, Any], dtype: np.dtype):
                 piece = np.roll(piece, piece.shape[0] // 2, axis=0)
             where = [slice(None)] * out.ndim
             if (part := stored.part) is not None:
-                where[part.axis] = slice(part.start, part.stop, part.step)
+                where[part.axis] = part.indices
             out[tuple(where)] = piece.swapaxes(-1, -2) if stored.transpose else piece
         return out
 

@@ -208,7 +208,7 @@ def _check_parts(name: str, tensor: Tensor) -> None:
     if parts == [None]:
         return
     axes = {None if part is None else part.axis for part in parts}
-    found = sorted(i for p in parts if p is not None for i in range(p.start, p.stop, p.step))
+    found = sorted(i for p in parts if p is not None for i in p.indices)
     if None in axes or len(axes) > 1 or found != list(range(tensor.shape[axes.pop()])):
         arrays = ", ".join(f"{label_of(leaf)} {s.part or 'all'}" for leaf, _, s in tensor.holds)
         raise UnsupportedModelError(

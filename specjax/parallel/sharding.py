@@ -378,7 +378,7 @@ def _map_stated(one: Callable, state):
 def state_shardings(mesh: jax.sharding.Mesh, state):
     """Returns the shardings of a decode state between chunks.
 
-    Key/value heads are split over `tp`; all other dimensions, slots included, are whole.
+    Heads are split over `tp`; all other dimensions, slots included, are whole.
     """
 
     def one(leaf, axes):
@@ -395,10 +395,10 @@ def pin_slots(mesh: jax.sharding.Mesh | None, state):
         return state
 
     def one(leaf, axes):
-        if axes is None:
-            axes = ("batch", *(None,) * (leaf.ndim - 1))
-        if "batch" not in axes:  # pages, which belong to no fixed slot
+        if axes is not None and "batch" not in axes:  # pages, which belong to no fixed slot
             return leaf
+        inside = (axes or ())[1:]  # where layers are scanned, their repeats stand behind the slots
+        axes = ("batch", *(None,) * (leaf.ndim - 1 - len(inside)), *inside)
         spec = spec_for(mesh, axes, leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
 

@@ -69,9 +69,10 @@ class DenseFamily:
       partial_rotary: whether a part of each head may be rotated.
       options: numbers that are fields of the config.
       defaults: keys and their values where a file lacks them.
-      mlp_kinds: classes of the mlps (a class attribute).
+      mixer_kinds, mlp_kinds: classes of the mixers and mlps (class attributes).
     """
 
+    mixer_kinds: ClassVar[tuple[type, ...]] = (Attention,)
     mlp_kinds: ClassVar[tuple[type, ...]] = (Dense,)
 
     model_type: str
@@ -133,18 +134,19 @@ class DenseFamily:
                 )
         if self.scaled_embedding:
             fields["model"]["embedding_multiplier"] = width**0.5
+        mixers = self.mixers(
+            keys,
+            [
+                dataclasses.replace(mixer, window=window, rope=rope)
+                for window, rope in zip(windows, ropes, strict=True)
+            ],
+        )
         return ModelConfig(
             vocab_size=keys.integer("vocab_size"),
             hidden_size=width,
             layers=tuple(
-                Layer(
-                    dataclasses.replace(mixer, window=window, rope=rope),
-                    mlp,
-                    self.norms,
-                    self.norm_offset,
-                    **fields["layer"],
-                )
-                for window, rope, mlp in zip(windows, ropes, mlps, strict=True)
+                Layer(mixer, mlp, self.norms, self.norm_offset, **fields["layer"])
+                for mixer, mlp in zip(mixers, mlps, strict=True)
             ),
             model_type=self.model_type,
             rms_norm_eps=eps,
@@ -163,6 +165,10 @@ class DenseFamily:
         """Returns the mlp of each layer."""
         return [Dense(keys.integer("intermediate_size"), activation)] * layers
 
+    def mixers(self, keys: Keys, attention: list[Attention]) -> Sequence[Any]:
+        """Returns the mixer of each layer, given what it is where it is attention."""
+        return attention
+
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         """Returns the window of each layer; None: the layer sees all positions before its own."""
         return common.layer_windows(keys, layers, None)
@@ -174,13 +180,19 @@ class DenseFamily:
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
         """See `Family.write`."""
         cfg = cfg.for_length(cfg.max_position)
-        layer, windows = cfg.layers[0], tuple(x.mixer.window for x in cfg.layers)
-        mixer = layer.mixer
         # A class derived from one of them may compute something else than the family means.
         kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
-        if others := sorted(kind.__name__ for kind in kinds - {Attention, *self.mlp_kinds}):
-            names = " or ".join(kind.__name__ for kind in self.mlp_kinds)
-            self.refuse(f"has Attention and {names} in every layer", ", ".join(others))
+        if others := sorted(x.__name__ for x in kinds - {*self.mixer_kinds, *self.mlp_kinds}):
+            mixers, mlps = (
+                " or ".join(kind.__name__ for kind in kinds)
+                for kinds in (self.mixer_kinds, self.mlp_kinds)
+            )
+            self.refuse(f"has {mixers} and {mlps} in every layer", ", ".join(others))
+        layer, attention = cfg.layers[0], cfg.mixers(Attention.kind)
+        if not attention:
+            self.refuse("has attention", "none")
+        mixer = attention[0]
+        windows = tuple(getattr(x.mixer, "window", None) for x in cfg.layers)
         parts = {"mixer": mixer, "layer": layer, "model": cfg, "logits": cfg.logits}
         values = {o.key: (o.write, getattr(parts[o.part], o.field)) for o in self.options}
         raw = {
@@ -201,6 +213,7 @@ class DenseFamily:
             **({"use_qk_norm": mixer.qk_norm} if self.qk_norm is None else {}),
             **self.mlps_json([x.mlp for x in cfg.layers]),
             **self.windows_json(windows),
+            **self.mixers_json([x.mixer for x in cfg.layers]),
             **self.ropes_json(cfg),
         }
         again = DenseFamily.read(self, Keys(Path("config.json"), raw))
@@ -214,6 +227,10 @@ class DenseFamily:
     def mlps_json(self, mlps: Sequence[Any]) -> dict[str, Any]:
         """Returns the keys that `mlps` reads, but for the activation."""
         return {"intermediate_size": mlps[0].intermediate_size}
+
+    def mixers_json(self, mixers: Sequence[Any]) -> dict[str, Any]:
+        """Returns the keys that `mixers` reads."""
+        return {}
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
         """Returns the keys that `windows` reads.
@@ -239,7 +256,7 @@ class DenseFamily:
 
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:
         """Returns the keys that `ropes` reads."""
-        return common.rope_json(cfg.layers[0].mixer.rope)
+        return common.rope_json(cfg.mixers(Attention.kind)[0].rope)
 
     def refuse(self, has: str, got: str) -> None:
         """Raises `UnsupportedModelError`, for a config that the family cannot express."""
