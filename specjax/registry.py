@@ -134,6 +134,11 @@ FAMILIES = Registry(
         "qwen3_moe": "specjax.models.families.qwen3_moe:FAMILY",
         "mixtral": "specjax.models.families.mixtral:FAMILY",
         "glm4_moe": "specjax.models.families.glm4_moe:FAMILY",
+        "qwen3_next": "specjax.models.families.qwen3_next:FAMILY",
+        "qwen3_5_text": "specjax.models.families.qwen3_5:FAMILY",
+        "qwen3_5": "specjax.models.families.qwen3_5:FAMILY",
+        "qwen3_5_moe_text": "specjax.models.families.qwen3_5:MOE",
+        "qwen3_5_moe": "specjax.models.families.qwen3_5:MOE",
     },
     "a specjax.interfaces.Family",
 )

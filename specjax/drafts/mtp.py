@@ -71,12 +71,19 @@ def head_layer(cfg: ModelConfig) -> Layer:
 
 
 def layer_number(cfg: ModelConfig) -> int:
-    """The number of the last layer, but for attention without a rotary embedding (SmolLM3).
+    """The number of the last layer that can be a head's; the last of all where none can.
 
-    A head keeps the rotary embedding of that layer, with which the weights that it copies work.
+    That is none with recurrent state, nor attention without a rotary embedding (SmolLM3): a head
+    keeps the rotary embedding of that layer, with which the weights that it copies work.
     """
-    shares = [getattr(getattr(layer.mixer, "rope", None), "share", 1) for layer in cfg.layers]
-    return max((number for number, share in enumerate(shares) if share), default=len(shares) - 1)
+
+    def fits(layer: Layer) -> bool:
+        share = getattr(getattr(layer.mixer, "rope", None), "share", 1)
+        return bool(share) and not cost(cfg.replace(layers=(layer,)), 1).slot
+
+    kinds = {layer: fits(layer) for layer in dict.fromkeys(cfg.layers)}
+    numbers = [number for number, layer in enumerate(cfg.layers) if kinds[layer]]
+    return numbers[-1] if numbers else cfg.num_layers - 1
 
 
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:

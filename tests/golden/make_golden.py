@@ -95,7 +95,29 @@ FAMILIES |= {
         "num_experts_per_tok": 4, "n_shared_experts": 2, "use_qk_norm": True, "num_mtp_layers": 0,
         "attention_bias": True}),
 }  # fmt: skip
+LINEAR = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED = {**ROUTED, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 24}
+FAMILIES |= {
+    "qwen3_next": ("Qwen3NextConfig", {**SHARED, "mlp_only_layers": [1]}),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        {**ENDS, **LINEAR, "linear_value_head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", SHARED),
+}
 LENGTHS, GREEDY = (12, 9), 24
+
+
+def one_of(model, name):
+    """The weight at which a norm multiplies by 1: Gemma's and the hybrids' add 1 to it."""
+    kind = type(model).__name__
+    adds = "Gemma" in kind or kind.startswith(("Qwen3Next", "Qwen3_5"))
+    return 0 if adds and "linear_attn" not in name else 1
 
 
 def randomise(model, seed):
@@ -105,9 +127,7 @@ def randomise(model, seed):
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and "norm" in name
-            # Gemma's norms multiply by 1 + w.
-            one = 0 if "Gemma" in type(model).__name__ else 1
-            parameter.copy_(one + 0.1 * draw if is_norm else 0.3 * draw)
+            parameter.copy_(one_of(model, name) + 0.1 * draw if is_norm else 0.3 * draw)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

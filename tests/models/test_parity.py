@@ -35,12 +35,12 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 # Families whose layers differ from Llama's; settings of their checkpoints are in make_golden.py.
 NEW = (
     "gemma2", "gemma3_text", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3",
-    "qwen3_moe", "mixtral", "glm4_moe",
+    "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 GOLDEN_CASES = (
     ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
     ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"),
-    *zip(NEW, ("scanned", "unrolled") * 6, strict=False),
+    *zip(NEW, ("scanned", "unrolled") * 7, strict=True),
     *(
         pytest.param(*case, marks=pytest.mark.slow)  # each family, and each layout, is above
         for case in (
@@ -73,7 +73,11 @@ def run_all(cfg, params, tokens, lengths, tree_tokens, layout="scanned"):
         to = Commit(jnp.zeros_like(lengths))
         memory = commit(cfg, empty(cfg, room), read.scratch, None, lengths, to)
         positions = lengths[:, None] + TREE.shape.depth
-        where = Where("tree", positions, prefix=lengths, visible=TREE.shape.bits)
+        shape = TREE.shape
+        where = Where(
+            "tree", positions, prefix=lengths, visible=shape.bits, path_rows=shape.path_rows,
+            depth=shape.depth,
+        )  # fmt: skip
         decoded = model.decode(tree_tokens, where, memory)
         return trained, model.logits(read.x), model.logits(decoded.x)
 
@@ -297,10 +301,10 @@ def random_transformers_model(name):
     import torch
     import transformers
 
-    if name in NEW:
-        sys.path.insert(0, str(GOLDEN))
-        from make_golden import FAMILIES
+    sys.path.insert(0, str(GOLDEN))
+    from make_golden import FAMILIES, one_of
 
+    if name in NEW:
         config_name, extra = FAMILIES[name]
     else:
         config_name, extra = LIVE[name]
@@ -311,13 +315,13 @@ def random_transformers_model(name):
     }  # fmt: skip
     config = getattr(transformers, config_name)(**{**sizes, **extra})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model, one = model.float(), 0 if "Gemma" in config_name else 1
+    model = model.float()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and "norm" in name
-            parameter.copy_(one + 0.1 * draw if is_norm else 0.3 * draw)
+            parameter.copy_(one_of(model, name) + 0.1 * draw if is_norm else 0.3 * draw)
             if name.endswith("o_proj.bias"):
                 parameter.zero_()
         for name, buffer in model.named_buffers():

@@ -1,0 +1,280 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): a recurrence over a matrix.
+
+Each value head has a state S [dk dv]. A row with key k, value v, query q, decay g <= 0 and strength
+beta changes it, and reads it:
+
+    S <- exp(g) S;    d = beta (v - S^T k);    S <- S + k d^T;    out = S^T q
+
+There are three forms, with the same results but for rounding:
+
+    in_order   one row after the other, as above; the reference, and the form of invariant mode
+    at_once    rows of a tree behind one state: dense products with the mask of their ancestors
+    chunked    long rows: `at_once` for blocks of rows, and a scan over the blocks' states
+
+Let D_ti = exp(sum of g of the rows after i on the path to t) where row i is t or an ancestor of it,
+and 0 elsewhere. The changes d of all rows solve a system, (I + A) d = beta (v - e S^T k), in which
+A_ti = beta_t (k_t . k_i) D_ti below the diagonal, and e_t is the decay since the state. The state
+behind row t is e_t S + sum of D_ti k_i d_i^T. So k, d and g of the rows are all that a tree needs
+to keep, and no row has a state of its own.
+
+Everything is float32, at the highest precision of products. Exponents are sums over the rows
+between, not differences of cumulative sums, and are masked before the exponential: that of a row
+which is no ancestor may be infinite.
+
+Dimensions: B sequences, T rows, K key heads, R value heads per key head, dk and dv sizes of a key
+and a value. Leading dimensions `..` of blocks are any.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.indexing import take_along
+
+CHUNK = 64  # rows of a block; transformers and the authors' kernels have the same number
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+class Inputs(NamedTuple):
+    """What the rule takes of each row, float32; queries and keys are normed, queries scaled."""
+
+    q: Float[Array, ".. T K dk"]
+    k: Float[Array, ".. T K dk"]
+    v: Float[Array, ".. T K R dv"]
+    g: Float[Array, ".. T K R"]
+    beta: Float[Array, ".. T K R"]
+
+
+class Block(NamedTuple):
+    """What `at_once` computes of rows before it knows the state."""
+
+    u: Float[Array, ".. K R T dv"]  # d = u - w S
+    w: Float[Array, ".. K R T dk"]
+    q: Float[Array, ".. K R T dk"]  # out = q S + weights d
+    weights: Float[Array, ".. K R T T"]
+    k: Float[Array, ".. K R T dk"]  # state behind the last row: decay S + k^T d
+    decay: Float[Array, ".. K R"]
+
+
+def step(state, k, v, g, beta):
+    """Applies one row to a state [.. dk dv]; returns the new state and the change d [.. dv]."""
+    decayed = jnp.exp(g)[..., None, None] * state
+    d = beta[..., None] * (v - (decayed * k[..., None]).sum(-2))
+    return decayed + k[..., None] * d[..., None, :], d
+
+
+def in_order(
+    x: Inputs,
+    state: Float[Array, "B K R dk dv"],
+    path_rows: Int[Array, "*B T A"],
+    depth: Int[Array, "*B T"],
+) -> tuple[Float[Array, "B T K R dv"], Float[Array, "B T K R dv"]]:
+    """Computes rows of a tree by `step` along the path to each of them.
+
+    Returns:
+      the outputs and changes d of the rows.
+    """
+    b, t = x.q.shape[:2]
+    paths = jnp.broadcast_to(path_rows, (b, t, path_rows.shape[-1]))
+    depth = jnp.broadcast_to(depth, (b, t))
+
+    def one(carry, inputs):
+        state, d = carry
+        level, rows = inputs
+
+        def along(a):
+            return take_along(a, rows.reshape(b, t, *(1,) * (a.ndim - 2)), axis=1)
+
+        k, v, g, beta = (along(a) for a in x[1:])
+        after, change = step(state, k[:, :, :, None], v, g, beta)
+
+        def chosen(new, old):
+            return jnp.where((level <= depth).reshape(b, t, *(1,) * (new.ndim - 2)), new, old)
+
+        return (chosen(after, state), chosen(change, d)), None
+
+    start = jnp.broadcast_to(state[:, None], (b, t, *state.shape[1:])), jnp.zeros_like(x.v)
+    levels = jnp.arange(paths.shape[-1]), jnp.moveaxis(paths, -1, 0)
+    (state, d), _ = jax.lax.scan(one, start, levels)
+    return (state * x.q[:, :, :, None, :, None]).sum(-2), d
+
+
+def advanced_in_order(
+    state: Float[Array, "B K R dk dv"], k, d, g, count: Int[Array, " B"]
+) -> Float[Array, "B K R dk dv"]:
+    """Returns the state after the first `count` of A rows, one after the other."""
+
+    def one(state, row):
+        index, k, d, g = row
+        after = jnp.exp(g)[..., None, None] * state + k[:, :, None, :, None] * d[..., None, :]
+        return jnp.where((index < count)[:, None, None, None, None], after, state), None
+
+    rows = (jnp.moveaxis(a, 1, 0) for a in (k, d, g))
+    return jax.lax.scan(one, state, (jnp.arange(k.shape[1]), *rows))[0]
+
+
+def advanced(
+    state: Float[Array, "B K R dk dv"],
+    k: Float[Array, "B A K dk"],
+    d: Float[Array, "B A K R dv"],
+    g: Float[Array, "B A K R"],
+    count: Int[Array, " B"],
+) -> Float[Array, "B K R dk dv"]:
+    """Returns the state after the first `count` of A rows, by one product."""
+    inside = jnp.arange(k.shape[1]) < count[:, None]
+
+    def masked(a):
+        return jnp.where(inside.reshape(*inside.shape, *(1,) * (a.ndim - 2)), a, 0)
+
+    g = masked(g)
+    since = jnp.flip(jnp.cumsum(jnp.flip(g, 1), 1), 1)  # of a row and all later ones
+    d = masked(d) * jnp.exp(since - g)[..., None]
+    added = _einsum("bakc,bakrv->bkrcv", masked(k), d)
+    return jnp.exp(since[:, 0])[..., None, None] * state + added
+
+
+def _block(x: Inputs, sees: Bool[Array, ".. T T"], from_state: Bool[Array, ".. T"]) -> Block:
+    """Prepares rows.
+
+    Args:
+      sees: whether row t is row i or a descendant of it; ancestors stand before their descendants.
+      from_state: whether a row sees the state.
+    """
+    rows = sees.shape[-1]
+    own = sees.astype(jnp.float32)
+    below = own - np.eye(rows, dtype=np.float32)
+    between = _einsum("...tj,...jkr,...ji->...krti", own, x.g, below)
+    since = _einsum("...tj,...jkr->...krt", own, x.g)
+    mask = sees[..., None, None, :, :]
+    decay = jnp.exp(jnp.where(mask, between, -jnp.inf))
+    since = jnp.exp(jnp.where(from_state[..., None, None, :], since, -jnp.inf))
+
+    def pairs(a, b):
+        return _einsum("...tkc,...ikc->...kti", a, b)[..., None, :, :] * decay
+
+    beta = jnp.moveaxis(x.beta, -3, -1)
+    inverse = _inverse(pairs(x.k, x.k) * beta[..., None])
+    k = jnp.moveaxis(x.k, -3, -2)[..., None, :, :]
+    q = jnp.moveaxis(x.q, -3, -2)[..., None, :, :]
+    return Block(
+        u=_matmul(inverse, beta[..., None] * jnp.moveaxis(x.v, -4, -2)),
+        w=_matmul(inverse, (beta * since)[..., None] * k),
+        q=q * since[..., None],
+        weights=pairs(x.q, x.k),
+        k=k * decay[..., -1, :, None],
+        decay=since[..., -1],
+    )
+
+
+def _inverse(a: Float[Array, ".. T T"]) -> Float[Array, ".. T T"]:
+    """Inverts I + the part of `a` below the diagonal, by blocks whose size doubles.
+
+    With X the inverse of the diagonal blocks and C the blocks left of every second one, the inverse
+    of blocks twice as large is X - X C X.
+    """
+    index = np.arange(a.shape[-1])
+    inverse, size = jnp.broadcast_to(jnp.eye(len(index), dtype=a.dtype), a.shape), 1
+    while size < len(index):
+        number = index // size
+        left = (number[:, None] % 2 == 1) & (number[:, None] == number + 1)
+        inverse = inverse - _matmul(_matmul(inverse, jnp.where(left, a, 0)), inverse)
+        size *= 2
+    return inverse
+
+
+def _behind(block: Block, state: Float[Array, ".. K R dk dv"]):
+    """Returns outputs and changes [.. K R T dv] of a block behind a state."""
+    d = block.u - _matmul(block.w, state)
+    return _matmul(block.q, state) + _matmul(block.weights, d), d
+
+
+def at_once(
+    x: Inputs, state: Float[Array, "B K R dk dv"], sees: Bool[Array, "*B T T"]
+) -> tuple[Float[Array, "B T K R dv"], Float[Array, "B T K R dv"]]:
+    """Computes rows of a tree behind a state; returns their outputs and changes d.
+
+    Rows that are not finite give NaN to the rows that see them, and to no others.
+    """
+    bad, x = _finite(x)
+    sees = jnp.broadcast_to(sees, (*bad.shape, bad.shape[-1]))
+    out, d = _behind(_block(x, sees, jnp.ones_like(bad)), state)
+    reached = (sees & bad[:, None]).any(-1)
+    return _spoilt(jnp.moveaxis(out, -2, 1), reached), _spoilt(jnp.moveaxis(d, -2, 1), reached)
+
+
+def chunked(
+    x: Inputs,
+    state: Float[Array, "B K R dk dv"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T K R dv"], Float[Array, "B T K R dv"]]:
+    """Computes consecutive rows in blocks of `CHUNK`; the memory grows with T, not its square.
+
+    Args:
+      state: state before the first row. None: zeros, in training: rows that are not finite may
+        then spoil any others.
+      segments: numbers of sequences that are packed one after the other, each of which begins with
+        a state of zeros. None: all rows are one sequence.
+
+    Returns:
+      the outputs and changes d of the rows.
+    """
+    b, t = x.g.shape[:2]
+    training, reached = state is None, None
+    if training:
+        state = jnp.zeros((b, *x.v.shape[2:4], x.k.shape[-1], x.v.shape[-1]), jnp.float32)
+    else:
+        bad, x = _finite(x)
+        reached = jnp.cumsum(bad, axis=1) > 0
+    if segments is None:
+        segments = jnp.ones((b, t), jnp.int32)
+    size = min(CHUNK, t)
+    count = -(-t // size)
+
+    def blocks(a):
+        """Returns blocks [blocks B size ..]."""
+        a = jnp.pad(a, ((0, 0), (0, count * size - t), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(b, count, size, *a.shape[2:]), 1, 0)
+
+    x, of_row = jax.tree.map(blocks, x), blocks(segments)
+    before = jnp.concatenate([of_row[:1, :, 0], of_row[:-1, :, -1]])  # of the row before a block
+    sees = of_row[..., :, None] == of_row[..., None, :]
+    sees &= np.tril(np.ones((size, size), bool))
+    prepared = _block(x, sees, of_row == before[..., None])
+
+    def one(state, block):
+        out, d = _behind(block, state)
+        added = _matmul(block.k.swapaxes(-1, -2), d)
+        return block.decay[..., None, None] * state + added, (out, d)
+
+    _, results = jax.lax.scan(one, state, prepared)
+
+    def rows(a):
+        """Returns rows [B T K R dv] of blocks [blocks B K R size dv]."""
+        a = jnp.moveaxis(a, (0, -2), (1, 2))
+        return a.reshape(b, count * size, *a.shape[3:])[:, :t]
+
+    out, d = map(rows, results)
+    return (out, d) if training else (_spoilt(out, reached), _spoilt(d, reached))
+
+
+def _finite(x: Inputs) -> tuple[Bool[Array, "B T"], Inputs]:
+    """Returns which rows are not finite, and the inputs with zeros in their place."""
+    flat = (jnp.isfinite(a).reshape(*a.shape[:2], -1).all(-1) for a in x)
+    bad = ~functools.reduce(jnp.logical_and, flat)
+
+    def cleared(a):
+        return jnp.where(bad.reshape(*bad.shape, *(1,) * (a.ndim - 2)), 0, a)
+
+    return bad, jax.tree.map(cleared, x)
+
+
+def _spoilt(a: Array, reached: Bool[Array, "B T"]) -> Array:
+    return jnp.where(reached.reshape(*reached.shape, *(1,) * (a.ndim - 2)), jnp.nan, a)
