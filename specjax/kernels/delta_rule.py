@@ -33,11 +33,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.indexing import take_along
 
 CHUNK = 64  # rows of a block; transformers and the authors' kernels have the same number
+ROW_BLOCK = 8  # rows that have a state at once in `in_order`
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -77,34 +78,49 @@ def in_order(
     path_rows: Int[Array, "*B T A"],
     depth: Int[Array, "*B T"],
 ) -> tuple[Float[Array, "B T K R dv"], Float[Array, "B T K R dv"]]:
-    """Computes rows of a tree by `step` along the path to each of them.
+    """Computes rows of a tree by `step` along the path to each of them, some rows at a time.
 
     Returns:
       the outputs and changes d of the rows.
     """
     b, t = x.q.shape[:2]
+    size = min(ROW_BLOCK, t)
     paths = jnp.broadcast_to(path_rows, (b, t, path_rows.shape[-1]))
     depth = jnp.broadcast_to(depth, (b, t))
 
-    def one(carry, inputs):
-        state, d = carry
-        level, rows = inputs
+    def along(a, rows):
+        return take_along(a, rows.reshape(b, size, *(1,) * (a.ndim - 2)), axis=1)
 
-        def along(a):
-            return take_along(a, rows.reshape(b, t, *(1,) * (a.ndim - 2)), axis=1)
+    def of_block(block):
+        q, paths, depth = block
 
-        k, v, g, beta = (along(a) for a in x[1:])
-        after, change = step(state, k[:, :, :, None], v, g, beta)
+        def one(carry, inputs):
+            level, rows = inputs
+            k, v, g, beta = (along(a, rows) for a in x[1:])
+            after = step(carry[0], k[:, :, :, None], v, g, beta)
+            on_path = level <= depth
+            chosen = (
+                jnp.where(on_path.reshape(b, size, *(1,) * (new.ndim - 2)), new, old)
+                for new, old in zip(after, carry, strict=True)
+            )
+            return tuple(chosen), None
 
-        def chosen(new, old):
-            return jnp.where((level <= depth).reshape(b, t, *(1,) * (new.ndim - 2)), new, old)
+        start = jnp.broadcast_to(state[:, None], (b, size, *state.shape[1:]))
+        levels = jnp.arange(paths.shape[-1]), jnp.moveaxis(paths, -1, 0)
+        carry = start, jnp.zeros((b, size, *x.v.shape[2:]), jnp.float32)
+        (state_of_row, d), _ = jax.lax.scan(one, carry, levels)
+        return (state_of_row * q[:, :, :, None, :, None]).sum(-2), d
 
-        return (chosen(after, state), chosen(change, d)), None
+    results = jax.lax.map(of_block, tuple(_blocks(a, size) for a in (x.q, paths, depth)))
+    return tuple(jnp.moveaxis(a, 0, 1).reshape(b, -1, *a.shape[3:])[:, :t] for a in results)
 
-    start = jnp.broadcast_to(state[:, None], (b, t, *state.shape[1:])), jnp.zeros_like(x.v)
-    levels = jnp.arange(paths.shape[-1]), jnp.moveaxis(paths, -1, 0)
-    (state, d), _ = jax.lax.scan(one, start, levels)
-    return (state * x.q[:, :, :, None, :, None]).sum(-2), d
+
+def _blocks(a: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "blocks B size ..."]:
+    """Divides rows into blocks, of which the last is filled up with zeros."""
+    b, t = a.shape[:2]
+    count = -(-t // size)
+    a = jnp.pad(a, ((0, 0), (0, count * size - t), *((0, 0),) * (a.ndim - 2)))
+    return jnp.moveaxis(a.reshape(b, count, size, *a.shape[2:]), 1, 0)
 
 
 def advanced_in_order(
@@ -174,6 +190,7 @@ def _block(x: Inputs, sees: Bool[Array, ".. T T"], from_state: Bool[Array, ".. T
     )
 
 
+@jax.custom_vjp
 def _inverse(a: Float[Array, ".. T T"]) -> Float[Array, ".. T T"]:
     """Inverts I + the part of `a` below the diagonal, by blocks whose size doubles.
 
@@ -190,10 +207,25 @@ def _inverse(a: Float[Array, ".. T T"]) -> Float[Array, ".. T T"]:
     return inverse
 
 
+def _inverse_fwd(a):
+    inverse = _inverse(a)
+    return inverse, inverse
+
+
+def _inverse_bwd(inverse, gradient):
+    transposed = inverse.swapaxes(-1, -2)
+    return (-jnp.tril(_matmul(_matmul(transposed, gradient), transposed), -1),)
+
+
+_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+
+
 def _behind(block: Block, state: Float[Array, ".. K R dk dv"]):
     """Returns outputs and changes [.. K R T dv] of a block behind a state."""
-    d = block.u - _matmul(block.w, state)
-    return _matmul(block.q, state) + _matmul(block.weights, d), d
+    rows = jnp.concatenate([block.w, block.q], axis=-2)  # one product reads the state once
+    removed, out = jnp.split(_matmul(rows, state), 2, axis=-2)
+    d = block.u - removed
+    return out + _matmul(block.weights, d), d
 
 
 def at_once(
@@ -236,14 +268,8 @@ def chunked(
     if segments is None:
         segments = jnp.ones((b, t), jnp.int32)
     size = min(CHUNK, t)
-    count = -(-t // size)
-
-    def blocks(a):
-        """Returns blocks [blocks B size ..]."""
-        a = jnp.pad(a, ((0, 0), (0, count * size - t), *((0, 0),) * (a.ndim - 2)))
-        return jnp.moveaxis(a.reshape(b, count, size, *a.shape[2:]), 1, 0)
-
-    x, of_row = jax.tree.map(blocks, x), blocks(segments)
+    x = jax.tree.map(lambda a: _blocks(a, size), x)
+    of_row = _blocks(segments, size)
     before = jnp.concatenate([of_row[:1, :, 0], of_row[:-1, :, -1]])  # of the row before a block
     sees = of_row[..., :, None] == of_row[..., None, :]
     sees &= np.tril(np.ones((size, size), bool))
@@ -259,7 +285,7 @@ def chunked(
     def rows(a):
         """Returns rows [B T K R dv] of blocks [blocks B K R size dv]."""
         a = jnp.moveaxis(a, (0, -2), (1, 2))
-        return a.reshape(b, count * size, *a.shape[3:])[:, :t]
+        return a.reshape(b, -1, *a.shape[3:])[:, :t]
 
     out, d = map(rows, results)
     return (out, d) if training else (_spoilt(out, reached), _spoilt(d, reached))
