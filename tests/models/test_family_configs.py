@@ -18,7 +18,9 @@ from specjax.models.families import family_of
 from specjax.registry import FAMILIES
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-TYPES = [name for name in FAMILIES.names if name not in ("mimo", "gemma3")]  # not in transformers
+TYPES = [  # mimo is not in transformers, and the others are names of models that read images
+    name for name in FAMILIES.names if name != "mimo" and family_of(name).model_type == name
+]
 INERT = {
     "transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype",
     "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
@@ -39,6 +41,7 @@ UNUSED = {
         "num_hidden_layers",
     },
     "phi3": {"original_max_position_embeddings"},
+    "qwen3_next": {"intermediate_size"},
 }
 
 
@@ -247,3 +250,50 @@ def test_a_window_of_qwen3_moe_is_that_of_all_layers_and_its_keys_must_agree():
     for wrong in ({"use_qk_norm": False}, {"num_experts": 64}, {"num_experts_per_tok": 200}):
         with pytest.raises((CheckpointError, UnsupportedModelError), match=next(iter(wrong))):
             read({**raw, **wrong})
+
+
+# --- hybrids --------------------------------------------------------------------------------------
+
+KINDS = ["linear_attention"] * 3 + ["full_attention"]
+SHAPES = Path(__file__).resolve().parents[2] / "assets" / "shapes"
+WHOLE = json.loads((SHAPES / "Qwen3.5-35B-A3B" / "config.json").read_text())
+WHOLE["text_config"] |= {"layer_types": KINDS * 10, "mlp_only_layers": []}
+WHOLE |= {"image_token_id": 248_056, "vision_config": {"depth": 27, "hidden_size": 1152}}
+TEXT = WHOLE["text_config"]
+OF_35 = ("attn_output_gate", "layer_types", "mamba_ssm_dtype", "mtp_num_hidden_layers", "dtype")
+NEXT = {name: value for name, value in TEXT.items() if name not in OF_35} | {
+    "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "intermediate_size": 5120,
+    "model_type": "qwen3_next", "norm_topk_prob": True, "num_experts": 512, "vocab_size": 151_936,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "output_router_logits": False,
+    "partial_rotary_factor": 0.25, "rope_parameters": None, "rope_scaling": None,
+    "rope_theta": 10_000_000, "router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "eos_token_id": 151_645,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "experts", "heads"), [(NEXT, 512, 0), (WHOLE, 256, 1)])
+def test_a_published_hybrid_is_read_as_what_it_is_and_written_as_such(raw, experts, heads):
+    cfg = read(raw)
+    linear, full = cfg.layers[2].mixer, cfg.layers[3].mixer
+    pattern = (linear, linear, linear, full) * (cfg.num_layers // 4)
+    assert tuple(layer.mixer for layer in cfg.layers) == pattern
+    assert (linear.num_k_heads, linear.num_v_heads, linear.conv_kernel) == (16, 32, 4)
+    assert (full.head_dim, full.gate, full.rope.theta, full.rope.share) == (256, True, 1e7, 0.25)
+    [mlp] = {layer.mlp for layer in cfg.layers}
+    assert (mlp.num_experts, mlp.shared_size, mlp.shared_gate) == (experts, 512, True)
+    assert (mlp.norm_topk_prob, cfg.mtp_num_layers) == (True, heads)
+    assert read(hf.config_json(cfg, heads > 0, "bfloat16")) == cfg
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_output_gate": False}, {"mtp_use_dedicated_embeddings": True},
+        {"layer_types": ["linear_attention", "mamba"] * 20}, {"layer_types": KINDS},
+        {"linear_num_value_heads": 24}, {"mlp_only_layers": [1]}, {"linear_conv_kernel_dim": 1},
+        {"mamba_chunk_size": 64}, {"attention_bias": True},
+    ],
+)  # fmt: skip
+def test_what_a_hybrid_does_not_compute_is_refused_by_name(change):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=next(iter(change))):
+        read(TEXT | change)

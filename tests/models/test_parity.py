@@ -6,6 +6,7 @@ again with whatever transformers is installed, through sharded checkpoints and b
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
@@ -22,7 +24,8 @@ from specjax.checkpoint.huggingface_names import policy_leaves
 from specjax.config import Strategy
 from specjax.config.model import LogitForm
 from specjax.decode.tree import build_tree
-from specjax.drafts.mtp import MTPHead, init_head_params
+from specjax.drafts.mtp import MTPHead, MTPSource, init_head_params
+from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models import transformer
@@ -37,6 +40,7 @@ NEW = (
     "gemma2", "gemma3_text", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3",
     "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
+HYBRIDS = NEW[-3:]
 GOLDEN_CASES = (
     ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
     ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"),
@@ -119,12 +123,14 @@ def in_layers(**fields):
 
 
 def in_mixers(**fields):
-    return lambda cfg: cfg.replace(
-        layers=tuple(
-            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **fields))
-            for layer in cfg.layers
-        )
-    )
+    """Changes the mixers that have these fields."""
+
+    def one(layer):
+        has_all = all(hasattr(layer.mixer, name) for name in fields)
+        mixer = dataclasses.replace(layer.mixer, **fields) if has_all else layer.mixer
+        return dataclasses.replace(layer, mixer=mixer)
+
+    return lambda cfg: cfg.replace(layers=tuple(map(one, cfg.layers)))
 
 
 def in_mixtures(**fields):
@@ -168,6 +174,12 @@ FEATURES = {
     "groups of experts": ("glm4_moe", in_mixtures(n_group=1, topk_group=1)),
     "factor of weights": ("glm4_moe", in_mixtures(scaling=1.0)),
     "router": ("mixtral", in_mixtures(router="softmax", norm_topk_prob=False)),
+    "sum of weights beside a shared expert": ("qwen3_next", in_mixtures(norm_topk_prob=False)),
+    "offset of a hybrid's norms": ("qwen3_next", in_layers(norm_offset=False)),
+    "RoPE of a quarter": ("qwen3_5_text", in_mixers(rope=Rope())),
+    "offset of gated queries": ("qwen3_5_text", in_mixers(norm_offset=False)),
+    "epsilon of gated norms": ("qwen3_5_text", in_mixers(norm_eps=1e-6)),
+    "taps of convolutions": ("qwen3_5_moe_text", in_mixers(conv_kernel=3)),
 }
 
 
@@ -212,6 +224,50 @@ def test_greedy_tokens_are_those_of_transformers_with_and_without_speculation(fa
     found = llm.generate([golden["tokens"][0].tolist()] * 2, asked)
     for output in found:
         assert output.samples[0].token_ids == golden["greedy"].tolist()
+
+
+# Around the rows of a block of the delta rule, of a page, and of a piece of a prompt.
+PROMPTS = (1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 129)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """A hybrid that reads prompts in pieces, and decodes row by row."""
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "qwen3_5_text", param_dtype="float32")
+    spec = SpecConfig("2_1_3", draft="ngram", invariant=True)
+    engine = EngineConfig(prefill_chunk=32, page_size=16)
+    model = cfg.replace(max_position=256), params, None
+    return LLM(model, spec, max_batch=4, max_len=144, engine=engine)
+
+
+def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_that_was_decoded(reader):
+    asked = SamplingParams(seed=1, max_tokens=129, ignore_eos=True, logprobs=4)
+    [whole] = reader.generate([[5]] * 4, asked)[0].samples  # a full batch, as the prompts are
+    prompts = [[5, *whole.token_ids[: length - 1]] for length in PROMPTS]
+    outputs = reader.generate(prompts, dataclasses.replace(asked, max_tokens=1))
+    for length, output in zip(PROMPTS, outputs, strict=True):
+        bests = output.samples[0].top_logprobs[0], whole.top_logprobs[length - 1]
+        best, wanted = ([*one.items()][:4] for one in bests)
+        np.testing.assert_allclose(best, wanted, atol=1e-4)
+
+
+@pytest.mark.torch
+def test_prompts_of_any_length_are_continued_as_by_transformers(reader):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        GOLDEN / "qwen3_5_text", dtype="float32", attn_implementation="eager"
+    )
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 64, length).tolist() for length in PROMPTS]
+    asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=4)
+    for prompt, output in zip(prompts, reader.generate(prompts, asked), strict=True):
+        [sample] = output.samples
+        logits = torch_logits(model, [prompt + sample.token_ids[:-1]])[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == sample.token_ids
+        scores = np.asarray(jax.nn.log_softmax(logits))
+        for wanted, best in zip(scores, sample.top_logprobs, strict=True):
+            np.testing.assert_allclose([*best.values()], wanted[[*best]], atol=1e-4)
 
 
 # --- the MTP head -------------------------------------------------------------------------------
@@ -297,7 +353,7 @@ LIVE = {
 }  # fmt: skip
 
 
-def random_transformers_model(name):
+def random_transformers_model(name, **more):
     import torch
     import transformers
 
@@ -313,7 +369,7 @@ def random_transformers_model(name):
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "pad_token_id": 0,
     }  # fmt: skip
-    config = getattr(transformers, config_name)(**{**sizes, **extra})
+    config = getattr(transformers, config_name)(**{**sizes, **extra, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.float()
     generator = torch.Generator().manual_seed(5)
@@ -480,6 +536,141 @@ def test_glms_head_drafts_what_transformers_drafts_and_what_a_reference_drafts_b
     assert candidates(again, MtpModel.from_pretrained(again), tokens)[0] == drafted
 
 
+def head_of_parts(model):
+    """A hybrid's MTP head out of transformers' layer and norms, by their names in files."""
+    from make_golden import randomise
+    from torch.nn import Linear, ModuleDict, ModuleList
+
+    config = model.config
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    parts = {name: type(model.model.norm)(24, config.rms_norm_eps) for name in norms}
+    layers = ModuleList([type(model.model.layers[1])(config, 1)])
+    head = ModuleDict({**parts, "fc": Linear(48, 24, bias=False), "layers": layers}).float()
+    randomise(head, 6)
+    return head
+
+
+def outputs_of_parts(model, head, hidden, steps):
+    """Outputs of the steps [steps S D], whose rows stand behind those of the earlier steps."""
+    import torch
+
+    rows, outputs = [], []
+    for number, embedded in enumerate(steps):
+        e, h = head["pre_fc_norm_embedding"](embedded), head["pre_fc_norm_hidden"](hidden)
+        rows.append(head["fc"](torch.cat([e, h], -1)))
+        step, index = np.divmod(np.arange(len(hidden) * (number + 1)), len(hidden))
+        sees = (step == 0) & (index <= index[:, None])
+        sees |= (step <= step[:, None]) & (index == index[:, None])
+        mask = torch.where(torch.as_tensor(sees), 0.0, -torch.inf)[None, None]
+        x = torch.cat(rows)[None]
+        turns = model.model.rotary_emb(x, torch.as_tensor(index + step)[None])
+        x = head["layers"][0](x, position_embeddings=turns, attention_mask=mask)
+        hidden = head["norm"](x[0, -len(hidden) :])
+        outputs.append(hidden)
+    return torch.stack(outputs).numpy()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrids_head_computes_what_transformers_parts_do_and_survives_an_export(
+    family, tmp_path
+):
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    has_key = family != "qwen3_next"
+    more = {"mtp_num_hidden_layers": 1} if has_key else {"mlp_only_layers": []}
+    model = random_transformers_model(family, **more)
+    head, file = head_of_parts(model), tmp_path / "theirs" / "model.safetensors"
+    model.save_pretrained(file.parent)
+    tensors = load_file(file)
+    for name, array in head.state_dict().items():
+        tensors |= of_files(f"mtp.{name}", array.clone())
+    save_file({name: x.contiguous() for name, x in tensors.items()}, file, {"format": "pt"})
+    cfg, params, ours = hf.load_checkpoint(file.parent)
+
+    tokens, lengths = np.random.default_rng(2).integers(0, 61, (1, 12)), np.array([12])
+    steps = rolled_embeddings(params, tokens[0], 3)
+    with torch.no_grad():
+        hidden = model.model(torch.as_tensor(tokens)).last_hidden_state[0]
+        wanted = outputs_of_parts(model, head, hidden, torch.as_tensor(np.stack(steps)))
+    taps = (cfg.mtp_target_hidden,)
+    read = jax.jit(lambda params: merged(cfg, params, "looped").prefill(tokens, lengths, taps))
+    outputs = unrolled(cfg, ours, read(params).tapped[0], steps)
+    np.testing.assert_allclose(outputs, wanted, atol=1e-4)
+
+    hf.save_checkpoint(tmp_path / "ours", cfg, params, ours)
+    exported = hf.load_checkpoint(tmp_path / "ours")
+    assert exported[0] == cfg
+    jax.tree.map(np.testing.assert_array_equal, exported[1:], (params, ours))
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    expected = torch_logits(model, tokens)
+    np.testing.assert_allclose(torch_logits(again, tokens), expected, atol=1e-6, rtol=0)
+    if not has_key:  # the weights alone say that there is a head
+        llm = LLM(file.parent, SpecConfig("2_1_3"), max_batch=1, max_len=32, dtype="float32")
+        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        [sample] = llm.generate(tokens.tolist(), asked)[0].samples
+        logits = torch_logits(model, [tokens[0].tolist() + sample.token_ids[:-1]])
+        assert logits[0, 11:].argmax(-1).tolist() == sample.token_ids
+        assert isinstance(llm.source, MTPSource) and sample.stats.drafted_rounds
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("kind", "family"), [("Qwen3_5", "qwen3_5_text"), ("Qwen3_5Moe", "qwen3_5_moe_text")]
+)
+def test_files_as_published_hold_a_text_whose_experts_are_one_tensor_or_each_its_own(
+    kind, family, tmp_path
+):
+    import transformers
+    from safetensors.torch import save_model
+
+    text = random_transformers_model(family)
+    raw = text.config.to_dict()
+    raw["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    vision = dict.fromkeys(("hidden_size", "intermediate_size", "num_position_embeddings"), 16)
+    vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 24}
+    parts = {"text_config": raw, "vision_config": vision}
+    tied = text.config.tie_word_embeddings
+    config = getattr(transformers, f"{kind}Config")(**parts, tie_word_embeddings=tied)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "each")
+    raw = json.loads((tmp_path / "each" / "config.json").read_text())
+    raw["text_config"] |= {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").write_text(json.dumps(raw))
+    save_model(model, str(tmp_path / "one" / "model.safetensors"), {"format": "pt"})
+    cfg, params, _ = hf.load_checkpoint(tmp_path / "one")
+    jax.tree.map(np.testing.assert_array_equal, params, hf.load_checkpoint(tmp_path / "each")[1])
+    tokens = np.random.default_rng(2).integers(0, 61, (1, 14))
+    drafted = np.zeros((1, TREE.rows), int)
+    _, logits, _ = run_all(cfg, params, tokens, np.array([14]), drafted)
+    np.testing.assert_allclose(logits, torch_logits(model, tokens), atol=1e-4)
+
+
+def test_decays_are_float32_in_memory_and_in_files_of_bfloat16(tmp_path):
+    file = tmp_path / "theirs" / "model.safetensors"
+    shutil.copytree(GOLDEN / "qwen3_5_text", file.parent)
+    tensors = load_file(file)
+    precise = [name for name in tensors if name.endswith(("A_log", "dt_bias"))]
+    for name in precise:
+        tensors[name] = tensors[name].astype(np.float32) + np.float32(1e-4)
+    save_file(tensors, file, {"format": "pt"})
+    cfg, params, _ = hf.load_checkpoint(file.parent)
+    hf.save_checkpoint(tmp_path / "ours", cfg, params)
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert precise and cfg.run.param_dtype == "bfloat16"
+    for name, array in tensors.items():
+        assert written[name].dtype == array.dtype
+        np.testing.assert_array_equal(written[name], array)
+
+
 def of_files(name, array):
     """Arrays by the names of files, in which each expert has tensors of its own."""
     prefix, stacked, kind = name.partition("experts.")
@@ -504,7 +695,7 @@ def gradients_of(model):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "qwen3_moe", "glm4_moe", *HYBRIDS])
 def test_gradients_are_those_of_torch(family, tmp_path):
     import torch
 
