@@ -159,7 +159,7 @@ FIRST = {
     "test_chaos", "test_chi_square",
     "test_control", "test_eagle3_parity", "test_engine", "test_every_source", "test_features",
     "test_fuzz",
-    "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
+    "test_hybrid", "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
     "test_feature_table", "test_page", "test_process", "test_processes",
     "test_replicas", "test_resume", "test_rl", "test_sharding", "test_verify_cli",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from shared import CFG, weights
 from specjax import SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.control.base import Controller
+from specjax.engine.compare import first_difference
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
@@ -34,12 +35,18 @@ class AtRandom(Controller):
         pass
 
 
-def engine_of(spec="3_1_4", batch=4, control=None, stretch=1, cfg=CFG, **config) -> Engine:
-    """Samples are short here, and so are chunks, unless a test wants to `stretch` those of few."""
-    spec = SpecConfig(spec) if isinstance(spec, str) else spec
+def engine_of(
+    spec="3_1_4", batch=4, control=None, stretch=1, cfg=CFG, params=None, **config
+) -> Engine:
+    """Samples are short here, and so are chunks, unless a test wants to `stretch` those of few.
+
+    Args:
+      params: parameters of the policy and the head; None: those of `CFG`.
+    """
+    spec, params = SpecConfig(spec) if isinstance(spec, str) else spec, params or weights()
     how = EngineConfig(stretch=stretch, **config)
     engine = Engine(cfg, spec, batch, MAX_LEN, config=how, control=control)
-    engine.set_params(*weights() if spec else weights()[:1])
+    engine.set_params(*params if spec else params[:1])
     return engine
 
 
@@ -49,24 +56,81 @@ def plain() -> Engine:
     return engine_of(None, batch=1)
 
 
+def restless_of(arms, buckets=(1, 4), spec=None, **more) -> Engine:
+    """Small pages, a pool too small for four long samples, another strategy every chunk.
+
+    Args:
+      buckets: sizes of batches that have programs.
+      spec: how to speculate; None: by the last one of the strategies `arms`.
+    """
+    control = ControlConfig(controller="bandit", strategies=arms)
+    made = functools.partial(
+        engine_of, spec or arms[-1], page_size=16, chunk_tokens=8, stretch=8, prefill_chunk=16,
+        control=control, **more,
+    )  # fmt: skip
+    runner = made().runner
+    engine = made(cache_bytes=runner.slot_bytes + 12 * runner.page_bytes)
+    engine.buckets[:] = buckets
+    engine.warm_up()
+    engine.controller = AtRandom(arms=arms)
+    return engine
+
+
 @functools.cache
 def restless() -> Engine:
-    """Small pages, a pool too small for four long samples, another strategy every chunk."""
-    control = ControlConfig(controller="bandit", strategies=ARMS)
-    probe = engine_of(batch=4, page_size=16, control=control)
-    engine = engine_of(
-        batch=4,
-        page_size=16,
-        chunk_tokens=8,
-        stretch=8,
-        prefill_chunk=16,
-        cache_bytes=12 * probe.runner.page_bytes,
-        control=control,
-    )
-    engine.buckets[:] = [1, 4]  # of each strategy one program less
-    engine.warm_up()
-    engine.controller = AtRandom()
-    return engine
+    return restless_of(ARMS)
+
+
+def chaos(engine, plain, policy, heads, tokens, seed=0):
+    """Random arrivals, aborts, preemptions, strategies, suspensions and draft heads.
+
+    A new head comes with the same policy, whose caches are then recomputed in mid-sample.
+
+    Args:
+      engine: a `restless_of` engine; `plain` is one that decodes plainly, with the same `policy`.
+      heads: parameters of two heads.
+      tokens: number of tokens to compare.
+
+    Returns:
+      tokens compared, unexplained differences, explained ones.
+    """
+    rng = np.random.default_rng(seed)
+    compared, explained, unexplained, aborted = 0, [], [], 0
+    before, suspended, swaps = engine.preemptions, 0, 0
+    while compared < tokens:
+        waiting, added, samples = random_jobs(rng, 60), [], []
+        while waiting or engine.has_work:
+            for _ in range(int(rng.integers(0, 4))):
+                if waiting:
+                    added.append(engine.add(waiting.pop()))
+            if added and rng.random() < 0.03:
+                sequence = added[int(rng.integers(len(added)))]
+                cut = engine.abort(sequence)
+                if cut is not None:
+                    assert cut.finish_reason == "abort"
+                    samples.append((sequence.job, cut))
+                    aborted += 1
+            if rng.random() < 0.02:
+                for sequence in engine.suspend():
+                    added.append(engine.add(sequence.job, sequence.output()))
+                    suspended += bool(sequence.tokens)
+            if rng.random() < 0.02:
+                swaps += 1
+                engine.set_params(policy, heads[swaps % 2])
+            samples += [(event.sequence.job, event.sample) for event in engine.step()]
+        assert engine.scheduler.pool.used == 0
+        expected, _ = plain.generate([job for job, _ in samples])
+        for (job, sample), one in zip(samples, expected, strict=True):
+            compared += len(sample.token_ids)
+            whole = one.token_ids
+            if sample.finish_reason == "abort":
+                whole = whole[: len(sample.token_ids)]
+            if sample.token_ids != whole:
+                difference = first_difference(engine.runner, job, whole, sample.token_ids)
+                (explained if difference.explained else unexplained).append(difference)
+    engine.set_params(policy, heads[0])
+    assert aborted and suspended and swaps and engine.preemptions > before
+    return compared, unexplained, explained
 
 
 def tokens_of(jobs) -> list[list[int]]:

@@ -3,59 +3,17 @@
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
+import engines
 import pytest
-from engines import LONG, jobs_of, random_jobs, restless, tokens_of
+from engines import LONG, jobs_of, plain, restless, tokens_of
 from shared import weights
 
 from specjax.control import Static
-from specjax.engine.compare import first_difference
 
 
-def chaos(tokens: int, seed=0):
-    """Random arrivals, aborts, preemptions, strategies, suspensions and draft heads.
-
-    A new head comes with the same policy, whose caches are then recomputed in mid-sample.
-
-    Returns:
-      tokens compared, unexplained differences, explained ones.
-    """
-    engine, rng = restless(), np.random.default_rng(seed)
-    compared, explained, unexplained, aborted = 0, [], [], 0
-    before, suspended, swaps = engine.preemptions, 0, 0
-    while compared < tokens:
-        waiting, added, samples = random_jobs(rng, 60), [], []
-        while waiting or engine.has_work:
-            for _ in range(int(rng.integers(0, 4))):
-                if waiting:
-                    added.append(engine.add(waiting.pop()))
-            if added and rng.random() < 0.03:
-                sequence = added[int(rng.integers(len(added)))]
-                cut = engine.abort(sequence)
-                if cut is not None:
-                    assert cut.finish_reason == "abort"
-                    samples.append((sequence.job, cut))
-                    aborted += 1
-            if rng.random() < 0.02:
-                for sequence in engine.suspend():
-                    added.append(engine.add(sequence.job, sequence.output()))
-                    suspended += bool(sequence.tokens)
-            if rng.random() < 0.02:
-                swaps += 1
-                engine.set_params(weights()[0], weights(seed=swaps % 2 * 5)[1])
-            samples += [(event.sequence.job, event.sample) for event in engine.step()]
-        assert engine.scheduler.pool.used == 0
-        expected = tokens_of([job for job, _ in samples])
-        for (job, sample), whole in zip(samples, expected, strict=True):
-            compared += len(sample.token_ids)
-            if sample.finish_reason == "abort":
-                whole = whole[: len(sample.token_ids)]
-            if sample.token_ids != whole:
-                difference = first_difference(engine.runner, job, whole, sample.token_ids)
-                (explained if difference.explained else unexplained).append(difference)
-    engine.set_params(*weights())
-    assert aborted and suspended and swaps and engine.preemptions > before
-    return compared, unexplained, explained
+def chaos(tokens, seed=0):
+    heads = [weights(seed=number)[1] for number in (3, 5)]
+    return engines.chaos(restless(), plain(), weights()[0], heads, tokens, seed)
 
 
 def test_10_000_tokens_under_chaos_are_those_of_plain_decoding():

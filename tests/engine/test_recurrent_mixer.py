@@ -1,100 +1,34 @@
-"""A model with a recurrence: the leaky sum of docs/extend.md, beside attention.
+"""Models with a recurrence beside attention: Gated DeltaNet, and the leaky sum of docs/extend.md.
 
-Its state is kept per slot and per prompt, so whatever moves, interrupts or shares sequences is
+Their state is kept per slot and per prompt, so whatever moves, interrupts or shares sequences is
 compared with plain decoding of one sample after the other.
 """
 
 import dataclasses
 import functools
-import re
-import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import AtRandom
+from engines import AtRandom, restless_of
 from flax import nnx
-from tiny import apt, prompts_of, sharpened
+from recurrent import VOCAB, engine_of, hybrid, jobs_of, plain, tokens, toy, weights
+from tiers import slow_but
 
-from specjax import SamplingParams, SpecConfig
+from specjax import SpecConfig
 from specjax.config import ModelConfig
 from specjax.config.model import Layer, LogitForm
 from specjax.control import ControlConfig
 from specjax.decode.tree import build_tree, chain_bits
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import init_head_params
-from specjax.engine.engine import Engine
-from specjax.engine.request import make_jobs
-from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
-from specjax.models.transformer import graphdef, init_params, to_decode_layout
+from specjax.models.transformer import graphdef, to_decode_layout
 
-VOCAB, MAX_LEN, PAGE = 64, 96, 16
-PAGE_TEXT = Path(__file__).resolve().parents[2] / "docs/extend.md"
-ARMS = ("off", "3_2_6", "2x2")
-
-
-def of_page(name: str) -> types.ModuleType:
-    """An example of the page, as it stands there."""
-    block = rf"^```python\n# {name}.py\n(.*?)^```$"
-    [text] = re.findall(block, PAGE_TEXT.read_text(), re.M | re.S)
-    module = types.ModuleType(name)
-    exec(compile(text, f"{name}.py", "exec"), module.__dict__)
-    return module
-
-
-LEAKY = of_page("my_mixer").LeakySum(16)
-
-
-def config(repeats=1, **run) -> ModelConfig:
-    attention = Attention(4, 2, 8, qk_norm=True, window=4)
-    pattern = Layer(LEAKY, Dense(24)), Layer(attention, Dense(24))
-    cfg = ModelConfig(
-        vocab_size=VOCAB, hidden_size=16, layers=pattern * repeats, tie_embeddings=False,
-        max_position=512, mtp_num_layers=1,
-    )  # fmt: skip
-    return cfg.running(**run)
-
-
-@functools.cache
-def weights(cfg):
-    params = sharpened(init_params(cfg, 3), 10.0, 0.7)
-    return params, apt(sharpened(init_head_params(cfg, 4), 10.0, 0.7), cfg)
-
-
-def engine_of(cfg, spec, batch, control=None, **config) -> Engine:
-    engine = Engine(
-        cfg, spec, batch, MAX_LEN, config=EngineConfig(stretch=1, **config), control=control
-    )
-    params, head = weights(cfg)
-    engine.set_params(params, {} if spec and spec.draft == "ngram" else head)
-    return engine
-
-
-@functools.cache
-def plain(cfg) -> Engine:
-    """One slot: one sample after the other, each prompt read at once."""
-    return engine_of(cfg, None, 1)
-
-
-def jobs_of(count=6, n=2, max_tokens=50):
-    prompts = [[5], *prompts_of(count - 1, VOCAB, seed=1, shortest=2, longest=40)]
-    jobs = []
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(
-            temperature=(1.0, 0.0, 0.7)[i % 3], max_tokens=max_tokens, ignore_eos=True, n=n, seed=i
-        )
-        jobs += make_jobs(prompt, params, (), None)
-    return jobs
-
-
-def tokens(engine, jobs):
-    return [sample.token_ids for sample in engine.generate(jobs)[0]]
+PAGE, ARMS = 16, ("off", "3_2_6", "2x2")
 
 
 def sandwich(**run) -> ModelConfig:
@@ -114,8 +48,12 @@ def sandwich(**run) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("of", "attention"),
-    [(config, "auto"), (sandwich, "auto"), (sandwich, "reference")],
-    ids=["recurrent", "sandwich", "sandwich by XLA"],
+    [
+        pytest.param(hybrid, "auto", marks=pytest.mark.slow),
+        (toy, "auto"),
+        (sandwich, "auto"),
+        (sandwich, "reference"),
+    ],
 )
 def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts(of, attention):
     """Dynamic and static trees and plain rounds in turn, alone and beside others, with pages for a
@@ -136,22 +74,23 @@ def test_state_survives_other_strategies_preemption_pieces_and_shared_prompts(of
 
 
 @pytest.mark.slow
-def test_in_invariant_mode_bits_do_not_depend_on_strategies():
+@pytest.mark.parametrize("of", [hybrid, toy])
+def test_in_invariant_mode_bits_do_not_depend_on_strategies(of):
     """State advances and rows are computed in the order of positions, in one program."""
-    cfg, jobs, arms = config(), jobs_of(3), ("off", "3_1_4", "2x2")
+    cfg, jobs, arms = of(), jobs_of(), ("off", "3_1_4", "2x2")
     spec = SpecConfig("2x2", invariant=True)
-    control = ControlConfig(controller="bandit", strategies=arms)
-    engine = engine_of(cfg, spec, 2, control, page_size=PAGE, chunk_tokens=8)
+    engine = restless_of(arms, [4], spec, cfg=cfg, params=weights(cfg))
     found = []
     for controller in (AtRandom(arms=arms), AtRandom(arms=arms[:1])):
         engine.controller = controller
         found.append([(s.token_ids, s.logprobs) for s in engine.generate(jobs)[0]])
-    assert found[0] == found[1]
+    assert found[0] == found[1] and engine.preemptions
 
 
-def test_a_standalone_draft_with_recurrent_state_is_refused():
+@pytest.mark.parametrize("of", [hybrid, toy])
+def test_a_standalone_draft_with_recurrent_state_is_refused(of):
     with pytest.raises(ValueError, match="with recurrent state; draft with a head"):
-        ModelSource(config(), VOCAB)
+        ModelSource(of(), VOCAB)
 
 
 def forget_nothing(patch):
@@ -160,28 +99,16 @@ def forget_nothing(patch):
     patch.setattr(admit, "choose_slots", lambda first, slots, others: others)
 
 
-def advance_over_all(patch):
-    advance = type(LEAKY).advance
-    everything = lambda self, slots, rows, count: advance(self, slots, rows, count * 0 + 99)  # noqa: E731
-    patch.setattr(type(LEAKY), "advance", everything)
-
-
 def keep_rows_in_order(patch):
     from specjax import memory
 
     patch.setattr(memory, "_along", lambda x, path, axis: x[:, : path.shape[1]])
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        advance_over_all,
-        *(pytest.param(f, marks=pytest.mark.slow) for f in (forget_nothing, keep_rows_in_order)),
-    ],
-)
+@pytest.mark.parametrize("broken", slow_but([forget_nothing, keep_rows_in_order], forget_nothing))
 def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
-    """Memory that is kept wrongly must fail the comparison above."""
-    cfg, jobs = config(), jobs_of(3)
+    """Memory that is kept wrongly must fail the comparison above; see also `test_hybrid`."""
+    cfg, jobs = toy(), jobs_of(3)
     right = tokens(plain(cfg), jobs)
     broken(monkeypatch)
     engine = engine_of(cfg, SpecConfig("2x2", draft="checkpoint"), 2, page_size=PAGE)
@@ -189,10 +116,10 @@ def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
     assert found != (right, right)
 
 
-@pytest.fixture(scope="module")
-def samples():
+@pytest.fixture(scope="module", params=[hybrid, pytest.param(toy, marks=pytest.mark.slow)])
+def samples(request):
     """Samples of a chain drafted by n-grams, four layers that are scanned over their pattern."""
-    cfg, jobs = config(repeats=2, scan_layers=True), jobs_of(3)
+    cfg, jobs = request.param(repeats=2, scan_layers=True), jobs_of(3)
     engine = engine_of(cfg, SpecConfig("3_1_4", draft="ngram"), 2, page_size=PAGE)
     return cfg, jobs, engine.generate(jobs)[0]
 
@@ -235,14 +162,17 @@ def test_packed_training_forward_gives_the_log_probabilities_of_decoding(samples
 @pytest.mark.slow
 def test_scanned_layers_of_two_kinds_emit_what_unrolled_ones_do(samples):
     cfg, jobs, found = samples
-    unrolled = engine_of(config(repeats=2), None, 1)
+    unrolled = engine_of(cfg.running(scan_layers=False), None, 1)
     assert [sample.token_ids for sample in found] == tokens(unrolled, jobs)
 
 
 @pytest.mark.parametrize("form", ["tree", "by_position"])
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descendants(form, scan):
-    cfg = config(repeats=2, scan_layers=scan)
+@pytest.mark.parametrize("of", [hybrid, pytest.param(toy, marks=pytest.mark.slow)])
+def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descendants(
+    of, form, scan
+):
+    cfg = of(repeats=2, scan_layers=scan)
     params, tree = to_decode_layout(weights(cfg)[0], cfg), build_tree(SpecConfig("2x2").resolve())
     model = nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
     context, rows = np.array([[3, 9, 4]]), np.arange(10, 10 + tree.rows)[None]
