@@ -156,12 +156,11 @@ def pytest_terminal_summary(terminalreporter) -> None:
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
 # is still at one when the others have nothing left.
 FIRST = {
-    "test_chaos", "test_chi_square",
-    "test_control", "test_eagle3_parity", "test_engine", "test_every_source", "test_features",
-    "test_fuzz",
-    "test_hybrid", "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
-    "test_feature_table", "test_page", "test_process", "test_processes",
-    "test_replicas", "test_resume", "test_rl", "test_sharding", "test_verify_cli",
+    "test_chaos", "test_chi_square", "test_control", "test_eagle3_parity", "test_engine",
+    "test_every_source", "test_feature_table", "test_features", "test_fuzz", "test_hybrid",
+    "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",
+    "test_page", "test_process", "test_processes", "test_replicas", "test_resume", "test_rl",
+    "test_sharding", "test_verify_cli",
 }  # fmt: skip
 
 

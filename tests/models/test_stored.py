@@ -76,7 +76,9 @@ class Boulder(DenseFamily):
             )
         size = 2 * layer.mlp.intermediate_size
         for start, name in enumerate(("gate", "up")):
-            places[name] = Stored("gate_up", part=TensorSlice(1, start, size, size, step=2))
+            places[name] = Stored(
+                "gate_up", part=TensorSlice(1, start, start + 1, size, groups=size // 2)
+            )
         return places
 
     def zeros(self, cfg, layer):
