@@ -55,6 +55,14 @@ SETTINGS = {
 }
 
 
+# Keys of `write_policy` for two layers, a recurrent one and one of attention; a head of attention.
+HYBRID = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
+
+
 def coin(text: str, answer: str) -> float:
     """A reward of 0 or 1 that depends on every character of the response."""
     return float(zlib.crc32(f"{text}|{answer}".encode()) % 2)

@@ -40,13 +40,14 @@ from specjax.engine.request import (
     make_jobs,
     require_valid,
 )
+from specjax.engine.runner import counts_of
 from specjax.engine.sequence import SampleStream
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import head_class, load_source, require_same_draft, settle_draft
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.interfaces import Draft, Room
-from specjax.memory import bytes_of, cost, empty
+from specjax.memory import bytes_of, cost, empty, empty_slots
 from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params, init_params, laid_out
@@ -195,7 +196,10 @@ class LLM:
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or cfg.max_position, cfg.max_position)
         given = engine.cache_bytes if engine else None
-        self._cache_budget = cache_budget(cfg, source, meshes[0]) if given is None else given
+        slots = jax.eval_shape(lambda: empty_slots(cfg, sum(counts_of(max_batch))))
+        self._page_budget = (
+            page_budget(cfg, source, meshes[0], slots) if given is None else given - bytes_of(slots)
+        )
         if max_len is None:
             self._shorten(source)
         self.cfg = cfg = cfg.for_length(self.max_len)
@@ -229,12 +233,12 @@ class LLM:
             source=source,
             config=self._engine_config,
             control=control,
-            most_cache_bytes=self._cache_budget,
+            most_page_bytes=self._page_budget,
         )
 
     def _shorten(self, source: Draft | None) -> None:
         """Lowers `max_len` to what the caches have room for, and says so in a note."""
-        room, fits = self._cache_budget, LEAST_LENGTH
+        room, fits = self._page_budget, LEAST_LENGTH
         if room is not None:
             page = cost(self.cfg, PAGE).page + (source.cost(PAGE).page if source else 0)
             # Besides there are the null page, copies of a prompt's last page, and those past the
@@ -692,13 +696,16 @@ def _named(value: Any) -> str:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def cache_budget(
-    cfg: ModelConfig, source: Draft | None, mesh: jax.sharding.Mesh | None
+def page_budget(
+    cfg: ModelConfig, source: Draft | None, mesh: jax.sharding.Mesh | None, slots: Any
 ) -> int | None:
-    """Computes the most bytes that the caches of an `LLM`'s replica take where no setting says it.
+    """Computes the most bytes that the pages of an `LLM`'s replica take where no setting says it.
 
     The budget depends on the machine and the model alone, so that every start compiles the same
     programs.
+
+    Args:
+      slots: shapes of the recurrent states of all sequences, which take their part first.
 
     Returns:
       bytes over all devices of the replica; None: not known (the devices of several processes, or
@@ -716,13 +723,14 @@ def cache_budget(
         models = [cfg, source.network] if source and source.network else [cfg]
         weights = sum(bytes_of(jax.eval_shape(lambda m=m: init_params(m))) for m in models)
         # `LLM` keeps the weights beside those in the layout in which the engine decodes.
-        on_one = max(int(min(limits) * DEVICE_SHARE) - 2 * weights // len(devices), 0)
+        on_one = int(min(limits) * DEVICE_SHARE) - 2 * weights // len(devices)
     page = jax.eval_shape(lambda: empty(cfg, Room(slots=0, pages=1, page_size=PAGE)).pages)
     # Heads that the devices cannot divide among themselves lie on each of them.
-    ways = bytes_of(page) / max(
-        sharding.device_bytes(sharding.shapes(page, mesh, sharding.state_shardings)), 1
+    states, one_page = (
+        sharding.device_bytes(sharding.shapes(tree, mesh, sharding.state_shardings))
+        for tree in (slots, page)
     )
-    return int(on_one * ways)
+    return int(max(on_one - states, 0) * bytes_of(page) / max(one_page, 1))
 
 
 def _memory_limit(device: jax.Device) -> int | None:

@@ -63,8 +63,8 @@ class Runner:
       source: the draft source; None: the one that `spec` names, see `source_of`.
       strategies: strategies that chunks can run; None: `spec`'s alone.
       config: kernels, sizes of pages and chunks, largest size of the caches.
-      most_cache_bytes: largest size of the caches where `config` sets none; None: what all slots
-        need.
+      most_page_bytes: largest size of the pages where `config` sets none for the caches; None: what
+        all slots need.
       widths: lengths that pieces of prompts are padded to, ascending; all start at multiples of the
         last one. Empty: at any position, and none is longer than the rest of the table.
 
@@ -105,7 +105,7 @@ class Runner:
         source: Draft | None = None,
         strategies: Sequence[Strategy] | None = None,
         config: EngineConfig = EngineConfig(),  # noqa: B008
-        most_cache_bytes: int | None = None,
+        most_page_bytes: int | None = None,
         widths: Sequence[int] = (),
     ):
         record_form(cfg)  # raises if the report has no room for the model's records
@@ -152,8 +152,8 @@ class Runner:
         read = pages_for(end_of_pieces(max_len, widths), self.page_size)
         self.table_width = max(pages_for(max_len, self.page_size) + past, read)
         self.extra_slots = EXTRA_SLOTS
-        self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
-        self.pages = self._count_pages(config.cache_bytes, most_cache_bytes)
+        self.slots, self.prompts = counts_of(batch)
+        self.pages = self._count_pages(config.cache_bytes, most_page_bytes)
         self.weights = Weights(cfg, source, mesh, draft_ids(cfg, spec) if drafts else None)
         self.state: DecodeState | None = None
         self.kept: Prompts | None = None
@@ -201,8 +201,9 @@ class Runner:
         Raises:
           ValueError: `given` is less than two pages.
         """
-        page, slots = max(self.page_bytes, 1), self.slot_bytes
+        page = max(self.page_bytes, 1)
         if given is not None:
+            slots = self.slot_bytes
             pages = (given - slots) // page
             if pages < 2:
                 raise ValueError(
@@ -213,7 +214,7 @@ class Runner:
         waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
         pages = full * self.batch + waiting * (self.slots - self.batch)
         if most_bytes is not None:
-            pages = min(pages, (most_bytes - slots) // page - 2)
+            pages = min(pages, most_bytes // page - 2)
         return 2 + max(pages, self.pages_of(self.max_len) - 1)
 
     @property
@@ -409,6 +410,11 @@ class Runner:
 
 
 # --- what programs take ---------------------------------------------------------------------------
+
+
+def counts_of(batch: int) -> tuple[int, int]:
+    """The numbers of slots and of rows for prompts, each with one that is always empty."""
+    return batch + EXTRA_SLOTS + 1, max(batch, FEW) + 1
 
 
 def piece_of(prompts: Sequence[Prompt], rows: int, width: int, runner: Runner) -> Piece:

@@ -28,10 +28,11 @@ class EngineConfig:
         stretched. Use 1 for streams that should come smoothly, or where samples are often aborted.
       page_size: positions per cache page, rounded up to what the attention kernel can read (a
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page of full length.
-      cache_bytes: largest size of the pages of all caches, in bytes. None takes what all slots at
-        full length need, and for each of nine more samples, which wait for a row, up to 2,048
-        positions; in an `LLM` no more than `specjax.engine.llm.cache_budget` says, if one sample of
-        full length fits into that. Where pages run out, samples are preempted.
+      cache_bytes: largest size of recurrent states and of the pages of all caches, in bytes. None
+        takes the pages that all slots at full length need, and for each of nine more samples, which
+        wait for a row, up to 2,048 positions; in an `LLM` no more than
+        `specjax.engine.llm.page_budget` says, if one sample of full length fits into that. Where
+        pages run out, samples are preempted.
       prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
         size: pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose earlier samples were longest start first.

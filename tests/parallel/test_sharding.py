@@ -1,5 +1,9 @@
 """On 8 fake devices, data 2 x fsdp 2 x tp 2, everything is split and nothing else changes."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +13,16 @@ import tiny_run
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import read_config
 from specjax.command_line import parse_config
 from specjax.config import Strategy
 from specjax.decode.state import Plan, RowMap, StateSizes, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
+from specjax.engine import llm as llm_module
+from specjax.memory import bytes_of
 from specjax.models.rows import param_axes
+from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
@@ -146,6 +154,68 @@ def test_slots_are_split_over_the_data_axes_and_pages_by_heads(tiny_policy, mesh
         assert shard(leaf) == (2, *leaf.shape[1:])
     for leaf in jax.tree.leaves((placed.memory.pages, here.memory.pages, here.draft.pages)):
         assert shard(leaf) == split_heads(leaf.shape)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"attention": {"num_kv_heads": 1}, "gated_delta": {}},
+        {"attention": {}, "gated_delta": {"num_k_heads": 3, "num_v_heads": 3}},
+    ],
+    ids=["pages are whole", "states are whole"],
+)
+def test_pages_and_recurrent_states_fill_what_a_device_has_for_them(monkeypatch, heads):
+    cfg = read_config(Path(__file__).resolve().parents[1] / "golden" / "qwen3_5_text")
+    layers = [
+        dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.mixer, **heads[layer.mixer.kind])
+        )
+        for layer in cfg.layers
+    ]
+    cfg = cfg.replace(layers=tuple(layers), max_position=2**15)
+    share = 2**21
+    total = 16 * jax.local_device_count() * share
+    monkeypatch.setattr(llm_module, "host_memory", lambda: total)
+    shapes = jax.eval_shape(lambda: init_params(cfg))
+    params = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+    llm = LLM((cfg, params, None), None, max_batch=64, tp=2)
+    runner = llm.engine.runner
+    runner.hold_shapes(llm.params, None)
+    taken = sharding.device_bytes((runner.state.memory, runner.kept.slots))
+    assert llm.max_len < 2**15 and 0.95 * share < taken <= share
+
+
+GATHERED = r"= (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "repeats"), [({"data": 2, "fsdp": 2, "tp": 2}, 1), ({"data": 2, "tp": 4}, 2)]
+)
+def test_heads_of_recurrent_states_are_split_and_never_gathered(tmp_path, axes, repeats):
+    """Layers are unrolled with `repeats` 1, else scanned; two key heads do not divide by four."""
+    kinds, scan, tp = tiny_run.HYBRID["layer_types"] * repeats, repeats > 1, axes["tp"]
+    raw = {"num_key_value_heads": 4, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    policy = tiny_run.write_policy(tmp_path / "hybrid", raw={**tiny_run.HYBRID, **raw})
+    rng, outputs = np.random.default_rng(1), []
+    prompts = [rng.integers(2, 272, n).tolist() for n in (2, 8, 5, 7)]
+    for place in (None, make_mesh(MeshConfig(**axes))):
+        llm = LLM(
+            policy, SpecConfig("2x2"), max_batch=4, max_len=40, mesh=place,
+            scan_layers=scan and place is not None,
+        )  # fmt: skip
+        samples = llm.generate(prompts, SamplingParams(max_tokens=24, seed=4, n=2))
+        outputs.append([s.token_ids for output in samples for s in output.samples])
+    assert outputs[0] == outputs[1] and llm.totals.accepted > 20
+    runner = llm.engine.runner
+    slots = runner.state.memory.slots, runner.kept.slots
+    assert sharding.device_bytes(slots) * tp == bytes_of(slots) > 0
+    programs = [p for key, p in runner.executables.by_key.items() if key[0] == "chunk"]
+    made = re.findall(GATHERED, "".join(program.as_text() for program in programs))
+    # States of all rows come together where they are put back into slots: a device's own heads.
+    rows = (4, *[repeats] * scan, 4 // tp, 12, 20)
+    matrices = {shape for text in made for shape in re.findall(r"\[([\d,]*,12,20)\]", text)}
+    assert len(programs) == 1 and matrices <= {",".join(map(str, rows))}
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4_1_5", "4x2x1", "6_1_7")]

@@ -22,6 +22,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
 from specjax.kernels import check, dispatch
+from specjax.memory import cost
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
 from specjax.parallel import sharding
@@ -61,8 +62,13 @@ def with_attention(
     If rows are split over devices (`context`), it warns where no kernel will run.
 
     Raises:
-      ConfigError: the requested kernel cannot be used.
+      ConfigError: the requested kernel cannot be used, or rows of recurrent layers are split.
     """
+    if context is not None and cost(cfg, 1).slot:
+        raise ConfigError(
+            f"mesh.cp: recurrent layers, as in {cfg.model_type}, need whole rows on a device, got "
+            f"mesh.cp={context.ways}; set mesh.cp=1"
+        )
     try:
         cfg = check.settle_training(cfg, mesh, attention, whose)
     except ValueError as error:

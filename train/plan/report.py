@@ -109,7 +109,7 @@ class Plan:
     def largest_batch(self) -> int:
         """Number of a replica's slots that fit, if cache, state and temporaries grow in proportion.
 
-        A cache of fixed size is divided by half of the longest sample.
+        A cache of fixed size is divided by half of the longest sample and a slot's recurrent state.
         """
         runner, roll = self.shapes.engine.runner, self.shapes.cfg.rollout
         programs = [program for program in self.programs if program.part == "roll out"]
@@ -121,7 +121,9 @@ class Plan:
         if roll.cache_bytes is None:
             return slots
         context = (roll.max_prompt_tokens + roll.max_tokens) // 2
-        return min(slots, (runner.pages - 1) // pages_for(context, runner.page_size))
+        pages = pages_for(context, runner.page_size) * runner.page_bytes
+        of_each = pages + runner.slot_bytes // runner.batch
+        return min(slots, (roll.cache_bytes - runner.page_bytes) // of_each)
 
     def write(self, path: Path) -> None:
         """Writes every figure as JSON."""
