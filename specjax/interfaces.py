@@ -418,8 +418,8 @@ class Mixer(Protocol):
     ) -> tuple[Float[Array, "B T D"], Scratch]:
         """Mixes rows; returns them without the residual, and what they would add to the memory.
 
-        A row that is not finite may spoil the rows that see it, and no other: zero times NaN is NaN
-        (see `specjax.memory.with_marked_keys`).
+        In decoding a row that is not finite may spoil the rows that see it, and no other: zero
+        times NaN is NaN (see `specjax.memory.with_marked_keys`).
 
         Args:
           w: arrays of the layer.

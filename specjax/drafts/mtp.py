@@ -70,6 +70,7 @@ def head_layer(cfg: ModelConfig) -> Layer:
     return layer
 
 
+@functools.lru_cache(maxsize=64)
 def layer_number(cfg: ModelConfig) -> int:
     """The number of the last layer that can be a head's; the last of all where none can.
 

@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from specjax.indexing import take_along
 
 CHUNK = 64  # rows of a block; transformers and the authors' kernels have the same number
+GROUP = 8  # blocks that are prepared together
 ROW_BLOCK = 8  # rows that have a state at once in `in_order`
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -54,7 +55,7 @@ class Inputs(NamedTuple):
     beta: Float[Array, ".. T K R"]
 
 
-class Block(NamedTuple):
+class Prepared(NamedTuple):
     """What `at_once` computes of rows before it knows the state."""
 
     u: Float[Array, ".. K R T dv"]  # d = u - w S
@@ -151,13 +152,15 @@ def advanced(
         return jnp.where(inside.reshape(*inside.shape, *(1,) * (a.ndim - 2)), a, 0)
 
     g = masked(g)
-    since = jnp.flip(jnp.cumsum(jnp.flip(g, 1), 1), 1)  # of a row and all later ones
-    d = masked(d) * jnp.exp(since - g)[..., None]
-    added = _einsum("bakc,bakrv->bkrcv", masked(k), d)
-    return jnp.exp(since[:, 0])[..., None, None] * state + added
+    from_row = jnp.flip(jnp.cumsum(jnp.flip(g, 1), 1), 1)  # of a row and all later ones
+    d = jnp.moveaxis(masked(d) * jnp.exp(from_row - g)[..., None], 1, -2)
+    k = jnp.moveaxis(masked(k), 1, -1)[:, :, None]
+    # Batched over all heads: else the result has another layout, and TPU programs copy the state.
+    added = _matmul(jnp.broadcast_to(k, (*d.shape[:3], *k.shape[-2:])), d)
+    return jnp.exp(from_row[:, 0])[..., None, None] * state + added
 
 
-def _block(x: Inputs, sees: Bool[Array, ".. T T"], from_state: Bool[Array, ".. T"]) -> Block:
+def _block(x: Inputs, sees: Bool[Array, ".. T T"], from_state: Bool[Array, ".. T"]) -> Prepared:
     """Prepares rows.
 
     Args:
@@ -180,7 +183,7 @@ def _block(x: Inputs, sees: Bool[Array, ".. T T"], from_state: Bool[Array, ".. T
     inverse = _inverse(pairs(x.k, x.k) * beta[..., None])
     k = jnp.moveaxis(x.k, -3, -2)[..., None, :, :]
     q = jnp.moveaxis(x.q, -3, -2)[..., None, :, :]
-    return Block(
+    return Prepared(
         u=_matmul(inverse, beta[..., None] * jnp.moveaxis(x.v, -4, -2)),
         w=_matmul(inverse, (beta * since)[..., None] * k),
         q=q * since[..., None],
@@ -220,12 +223,12 @@ def _inverse_bwd(inverse, gradient):
 _inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
-def _behind(block: Block, state: Float[Array, ".. K R dk dv"]):
-    """Returns outputs and changes [.. K R T dv] of a block behind a state."""
-    rows = jnp.concatenate([block.w, block.q], axis=-2)  # one product reads the state once
-    removed, out = jnp.split(_matmul(rows, state), 2, axis=-2)
-    d = block.u - removed
-    return out + _matmul(block.weights, d), d
+def _behind(rows: Prepared, state: Float[Array, ".. K R dk dv"]):
+    """Returns outputs and changes [.. K R T dv] of rows behind a state."""
+    both = jnp.concatenate([rows.w, rows.q], axis=-2)  # one product reads the state once
+    removed, out = jnp.split(_matmul(both, state), 2, axis=-2)
+    d = rows.u - removed
+    return out + _matmul(rows.weights, d), d
 
 
 def at_once(
@@ -235,11 +238,15 @@ def at_once(
 
     Rows that are not finite give NaN to the rows that see them, and to no others.
     """
+    if sees.shape[-1] == 1:  # plain decoding
+        q, k, v, g, beta = (a[:, 0] for a in x)
+        state, d = step(state, k[:, :, None], v, g, beta)
+        return (state * q[:, :, None, :, None]).sum(-2)[:, None], d[:, None]
     bad, x = _finite(x)
     sees = jnp.broadcast_to(sees, (*bad.shape, bad.shape[-1]))
-    out, d = _behind(_block(x, sees, jnp.ones_like(bad)), state)
+    results = _behind(_block(x, sees, jnp.ones_like(bad)), state)
     reached = (sees & bad[:, None]).any(-1)
-    return _spoilt(jnp.moveaxis(out, -2, 1), reached), _spoilt(jnp.moveaxis(d, -2, 1), reached)
+    return tuple(_with_nan(jnp.moveaxis(a, -2, 1), reached) for a in results)
 
 
 def chunked(
@@ -247,7 +254,10 @@ def chunked(
     state: Float[Array, "B K R dk dv"] | None = None,
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T K R dv"], Float[Array, "B T K R dv"]]:
-    """Computes consecutive rows in blocks of `CHUNK`; the memory grows with T, not its square.
+    """Computes consecutive rows in blocks of `CHUNK`.
+
+    The memory grows with T, not with its square. Derivatives keep the inputs, and a state for every
+    `GROUP` blocks.
 
     Args:
       state: state before the first row. None: zeros, in training: rows that are not finite may
@@ -259,36 +269,45 @@ def chunked(
       the outputs and changes d of the rows.
     """
     b, t = x.g.shape[:2]
-    training, reached = state is None, None
+    training = state is None
     if training:
         state = jnp.zeros((b, *x.v.shape[2:4], x.k.shape[-1], x.v.shape[-1]), jnp.float32)
     else:
         bad, x = _finite(x)
-        reached = jnp.cumsum(bad, axis=1) > 0
     if segments is None:
         segments = jnp.ones((b, t), jnp.int32)
     size = min(CHUNK, t)
-    x = jax.tree.map(lambda a: _blocks(a, size), x)
-    of_row = _blocks(segments, size)
-    before = jnp.concatenate([of_row[:1, :, 0], of_row[:-1, :, -1]])  # of the row before a block
-    sees = of_row[..., :, None] == of_row[..., None, :]
-    sees &= np.tril(np.ones((size, size), bool))
-    prepared = _block(x, sees, of_row == before[..., None])
+    count = -(-t // size)
+    groups = -(-count // GROUP)
+    causal = np.tril(np.ones((size, size), bool))
 
-    def one(state, block):
-        out, d = _behind(block, state)
-        added = _matmul(block.k.swapaxes(-1, -2), d)
-        return block.decay[..., None, None] * state + added, (out, d)
+    def of_group(carry, group):
+        state, before = carry  # and the segment of the row before
+        x, ids = jax.tree.map(lambda a: _blocks(a, size), group)
+        last = jnp.concatenate([before[None], ids[:-1, :, -1]])
+        sees = causal & (ids[..., :, None] == ids[..., None, :])
+        state, results = jax.lax.scan(of_block, state, _block(x, sees, ids == last[..., None]))
+        return (state, ids[-1, :, -1]), results
 
-    _, results = jax.lax.scan(one, state, prepared)
+    def of_block(state, rows):
+        out, d = _behind(rows, state)
+        added = _matmul(rows.k.swapaxes(-1, -2), d)
+        return rows.decay[..., None, None] * state + added, (out, d)
+
+    inputs = jax.tree.map(lambda a: _blocks(a, size * -(-count // groups)), (x, segments))
+    run = jax.checkpoint(of_group) if training else of_group
+    _, results = jax.lax.scan(run, (state, segments[:, 0]), inputs)
 
     def rows(a):
-        """Returns rows [B T K R dv] of blocks [blocks B K R size dv]."""
-        a = jnp.moveaxis(a, (0, -2), (1, 2))
-        return a.reshape(b, -1, *a.shape[3:])[:, :t]
+        """Returns rows [B T K R dv] of groups of blocks [groups blocks B K R size dv]."""
+        a = jnp.moveaxis(a, (2, -2), (0, 3))
+        return a.reshape(b, -1, *a.shape[4:])[:, :t]
 
     out, d = map(rows, results)
-    return (out, d) if training else (_spoilt(out, reached), _spoilt(d, reached))
+    if training:
+        return out, d
+    reached = jnp.cumsum(bad, axis=1) > 0
+    return _with_nan(out, reached), _with_nan(d, reached)
 
 
 def _finite(x: Inputs) -> tuple[Bool[Array, "B T"], Inputs]:
@@ -302,5 +321,5 @@ def _finite(x: Inputs) -> tuple[Bool[Array, "B T"], Inputs]:
     return bad, jax.tree.map(cleared, x)
 
 
-def _spoilt(a: Array, reached: Bool[Array, "B T"]) -> Array:
+def _with_nan(a: Array, reached: Bool[Array, "B T"]) -> Array:
     return jnp.where(reached.reshape(*reached.shape, *(1,) * (a.ndim - 2)), jnp.nan, a)

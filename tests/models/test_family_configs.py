@@ -258,6 +258,7 @@ KINDS = ["linear_attention"] * 3 + ["full_attention"]
 SHAPES = Path(__file__).resolve().parents[2] / "assets" / "shapes"
 WHOLE = json.loads((SHAPES / "Qwen3.5-35B-A3B" / "config.json").read_text())
 WHOLE["text_config"] |= {"layer_types": KINDS * 10, "mlp_only_layers": []}
+WHOLE["text_config"]["output_gate_type"] = "swish"  # of Qwen3.6
 WHOLE |= {"image_token_id": 248_056, "vision_config": {"depth": 27, "hidden_size": 1152}}
 TEXT = WHOLE["text_config"]
 OF_35 = ("attn_output_gate", "layer_types", "mamba_ssm_dtype", "mtp_num_hidden_layers", "dtype")
@@ -290,6 +291,7 @@ def test_a_published_hybrid_is_read_as_what_it_is_and_written_as_such(raw, exper
     [
         {"attn_output_gate": False}, {"mtp_use_dedicated_embeddings": True},
         {"layer_types": ["linear_attention", "mamba"] * 20}, {"layer_types": KINDS},
+        {"layer_types": ["full_attention"] * 40}, {"output_gate_type": "sigmoid"},
         {"linear_num_value_heads": 24}, {"mlp_only_layers": [1]}, {"linear_conv_kernel_dim": 1},
         {"mamba_chunk_size": 64}, {"attention_bias": True},
     ],

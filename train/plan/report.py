@@ -109,7 +109,8 @@ class Plan:
     def largest_batch(self) -> int:
         """Number of a replica's slots that fit, if cache, state and temporaries grow in proportion.
 
-        A cache of fixed size is divided by half of the longest sample and a slot's recurrent state.
+        A cache of fixed size is divided by half of the longest sample, and its share of the
+        recurrent states.
         """
         runner, roll = self.shapes.engine.runner, self.shapes.cfg.rollout
         programs = [program for program in self.programs if program.part == "roll out"]

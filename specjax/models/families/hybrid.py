@@ -40,8 +40,13 @@ class HybridFamily(DenseFamily):
     by_key_head: bool = False
 
     def problems(self, keys: Keys) -> list[str]:
-        gated = keys.flag("attn_output_gate", True)
-        return [*super().problems(keys), *([] if gated else ["attn_output_gate false"])]
+        gate = keys.text("output_gate_type", "silu")  # of the gated norm; Qwen3.6 says swish
+        unlike = {
+            "attn_output_gate false": not keys.flag("attn_output_gate", True),
+            "mtp_use_dedicated_embeddings true": keys.flag("mtp_use_dedicated_embeddings", False),
+            f"output_gate_type {gate}": gate not in ("silu", "swish"),
+        }
+        return [*super().problems(keys), *(problem for problem, is_so in unlike.items() if is_so)]
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
@@ -53,8 +58,9 @@ class HybridFamily(DenseFamily):
         ]
         if len(kinds) != len(attention):
             raise keys.error("layer_types", f"as many as num_hidden_layers, {len(attention)}")
-        if other := sorted({*kinds} - {_LINEAR, _FULL}):
-            common.refuse(keys, [f"layer_types {', '.join(other)}"])
+        if {*kinds} != {_LINEAR, _FULL}:
+            listed = ", ".join(sorted({*kinds}))
+            common.refuse(keys, [f"layer_types {listed} (expected both {_LINEAR} and {_FULL})"])
         try:
             linear = GatedDelta(
                 **{field: keys.integer(key) for field, key in _SIZES.items()},

@@ -143,9 +143,7 @@ class GatedDelta:
     ) -> tuple[Float[Array, "B T D"], Scratch]:
         """See `specjax.interfaces.Mixer.run`."""
         if where.context is not None:
-            raise NotImplementedError(
-                f"{self.kind} layers need whole rows on a device; set mesh.cp=1"
-            )
+            raise NotImplementedError(f"{self.kind} layers do not run with mesh.cp; use cp=1")
         if scratch is not None:
             raise NotImplementedError(f"{self.kind} layers cannot draft level by level")
         *inputs, z, b, a = self._project(w, x)
