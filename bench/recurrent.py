@@ -1,4 +1,4 @@
-"""`python -m bench.recurrent`: what a round costs in a Gated DeltaNet layer.
+"""`python -m bench.recurrent`: what a round costs in a Gated DeltaNet layer on a TPU.
 
 The rule of one layer of Qwen3.5-35B-A3B over the rows of a tree, and its commit of a path: with the
 mask of ancestors, as specjax verifies, and with a state per row, as other engines do. Figures are
@@ -104,12 +104,13 @@ def costs(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = bench_parser("recurrent", __doc__, "recurrent")
+    parser = bench_parser("recurrent", __doc__)
     parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--topology", help="chip to compile for, such as v5e:2x2; default: here")
+    parser.add_argument("--topology", default="v5p:2x2x1", help="chips to compile for")
+    parser.add_argument("--out", help="file; default: bench/results/tpu/recurrent_CHIP.json")
     args, figures = parser.parse_args(argv), {}
     with user_errors("recurrent"):
-        device = tpu_devices(args.topology)[0] if args.topology else jax.devices()[0]
+        device = tpu_devices(args.topology)[0]
     place = jax.sharding.SingleDeviceSharding(device)
     for strategy in STRATEGIES:
         shape = build_tree(SpecConfig(strategy).resolve()).shape
@@ -122,8 +123,9 @@ def main(argv: list[str] | None = None) -> None:
             ratio = by_form["state_per_row"][what] / by_form["tree"][what]
             figures[f"ratio/{what}/{rows}"] = figure(ratio, "ratio")
     print(report(figures))
-    settings = {"batch": args.batch, "topology": args.topology, "device": device.device_kind}
-    print(write_result("recurrent", settings, figures, args.out))
+    settings = {"batch": args.batch, "topology": args.topology}
+    name = f"tpu/recurrent_{args.topology.partition(':')[0]}"
+    print(write_result(name, settings, figures, args.out))
 
 
 if __name__ == "__main__":
