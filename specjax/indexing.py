@@ -36,6 +36,11 @@ def put_slice(x: Array, values: Array, start: tuple) -> Array:
     return jax.lax.dynamic_update_slice(x, values, start, allow_negative_indices=False)
 
 
+def expanded(x: Array, like: Array) -> Array:
+    """Appends axes of size 1, so that x [..] broadcasts with `like` [.. further axes]."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
+
+
 def divide(number: Array, size: int) -> tuple[Array, Array]:
     """Quotient and remainder of a division of numbers >= 0."""
     return jax.lax.div(number, size), jax.lax.rem(number, size)

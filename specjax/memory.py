@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.config.stacks import Stack, stacks
-from specjax.indexing import put, put_slice, take, take_along, take_slice
+from specjax.indexing import expanded, put, put_slice, take, take_along, take_slice
 from specjax.interfaces import Cost, Memory, Room, Scratch, Table
 from specjax.kernels import dispatch
 
@@ -83,6 +83,11 @@ def cost(cfg: ModelConfig, page_size: int) -> Cost:
     """Computes the bytes of a page and of a slot of a model's memory."""
     one = jax.eval_shape(lambda: empty(cfg, Room(slots=1, pages=1, page_size=page_size)))
     return Cost(*map(bytes_of, one))
+
+
+def keeps_state(cfg: ModelConfig) -> bool:
+    """Returns whether any layer of a model keeps recurrent state."""
+    return cost(cfg, 1).slot > 0
 
 
 def bytes_of(tree: Any) -> int:
@@ -181,7 +186,7 @@ def choose_slots(first: Bool[Array, " some"], slots: Any, others: Any) -> Any:
     """Chooses `slots` where `first` is set, and `others` elsewhere."""
 
     def one(x, y):
-        return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+        return jnp.where(expanded(first, x), x, y)
 
     return jax.tree.map(one, slots, others)
 

@@ -33,7 +33,7 @@ from specjax.interfaces import (
     Table,
     Where,
 )
-from specjax.memory import Commit, after_of, commit, cost, empty
+from specjax.memory import Commit, after_of, commit, cost, empty, keeps_state
 from specjax.models.rows import fixed_dtypes, param_axes
 from specjax.models.transformer import (
     Params,
@@ -89,7 +89,7 @@ class ModelSource(Draft):
     vocab: int
 
     def __post_init__(self):
-        if cost(self.cfg, 1).slot:
+        if keeps_state(self.cfg):
             raise ValueError(
                 "a standalone draft model keeps keys and values alone, and this one has layers "
                 "with recurrent state; draft with a head of the policy"

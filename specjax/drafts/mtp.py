@@ -32,7 +32,7 @@ from specjax.drafts import vocabulary
 from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource, drawn
 from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Where
 from specjax.kernels import dispatch
-from specjax.memory import KVCache, cost
+from specjax.memory import KVCache, keeps_state
 from specjax.models.layers import block, rms_norm
 from specjax.models.rows import (
     axes_of,
@@ -63,7 +63,7 @@ def head_layer(cfg: ModelConfig) -> Layer:
     if getattr(mixer, "window", None) is not None:
         mixer = dataclasses.replace(mixer, window=None)
     layer = dataclasses.replace(layer, mixer=mixer)
-    if cost(cfg.replace(layers=(layer,)), 1).slot:
+    if keeps_state(cfg.replace(layers=(layer,))):
         raise ValueError(
             f"an MTP head is like the model's last layer, and {mixer.kind} keeps recurrent state"
         )
@@ -80,7 +80,7 @@ def layer_number(cfg: ModelConfig) -> int:
 
     def fits(layer: Layer) -> bool:
         share = getattr(getattr(layer.mixer, "rope", None), "share", 1)
-        return bool(share) and not cost(cfg.replace(layers=(layer,)), 1).slot
+        return bool(share) and not keeps_state(cfg.replace(layers=(layer,)))
 
     kinds = {layer: fits(layer) for layer in dict.fromkeys(cfg.layers)}
     numbers = [number for number, layer in enumerate(cfg.layers) if kinds[layer]]

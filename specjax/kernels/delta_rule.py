@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specjax.indexing import take_along
+from specjax.indexing import expanded, take_along
 
 CHUNK = 64  # rows of a block; transformers and the authors' kernels have the same number
 GROUP = 8  # blocks that are prepared together
@@ -90,7 +90,7 @@ def in_order(
     depth = jnp.broadcast_to(depth, (b, t))
 
     def along(a, rows):
-        return take_along(a, rows.reshape(b, size, *(1,) * (a.ndim - 2)), axis=1)
+        return take_along(a, expanded(rows, a), axis=1)
 
     def of_block(block):
         q, paths, depth = block
@@ -101,7 +101,7 @@ def in_order(
             after = step(carry[0], k[:, :, :, None], v, g, beta)
             on_path = level <= depth
             chosen = (
-                jnp.where(on_path.reshape(b, size, *(1,) * (new.ndim - 2)), new, old)
+                jnp.where(expanded(on_path, new), new, old)
                 for new, old in zip(after, carry, strict=True)
             )
             return tuple(chosen), None
@@ -149,7 +149,7 @@ def advanced(
     inside = jnp.arange(k.shape[1]) < count[:, None]
 
     def masked(a):
-        return jnp.where(inside.reshape(*inside.shape, *(1,) * (a.ndim - 2)), a, 0)
+        return jnp.where(expanded(inside, a), a, 0)
 
     g = masked(g)
     from_row = jnp.flip(jnp.cumsum(jnp.flip(g, 1), 1), 1)  # of a row and all later ones
@@ -316,10 +316,10 @@ def _finite(x: Inputs) -> tuple[Bool[Array, "B T"], Inputs]:
     bad = ~functools.reduce(jnp.logical_and, flat)
 
     def cleared(a):
-        return jnp.where(bad.reshape(*bad.shape, *(1,) * (a.ndim - 2)), 0, a)
+        return jnp.where(expanded(bad, a), 0, a)
 
     return bad, jax.tree.map(cleared, x)
 
 
 def _with_nan(a: Array, reached: Bool[Array, "B T"]) -> Array:
-    return jnp.where(reached.reshape(*reached.shape, *(1,) * (a.ndim - 2)), jnp.nan, a)
+    return jnp.where(expanded(reached, a), jnp.nan, a)

@@ -22,7 +22,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
 from specjax.kernels import check, dispatch
-from specjax.memory import cost
+from specjax.memory import keeps_state
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
 from specjax.parallel import sharding
@@ -64,7 +64,7 @@ def with_attention(
     Raises:
       ConfigError: the requested kernel cannot be used, or rows of recurrent layers are split.
     """
-    if context is not None and cost(cfg, 1).slot:
+    if context is not None and keeps_state(cfg):
         raise ConfigError(
             f"mesh.cp: recurrent layers, as in {cfg.model_type}, need whole rows on a device, got "
             f"mesh.cp={context.ways}; set mesh.cp=1"
