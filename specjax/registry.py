@@ -134,6 +134,7 @@ FAMILIES = Registry(
         "qwen3_moe": "specjax.models.families.qwen3_moe:FAMILY",
         "mixtral": "specjax.models.families.mixtral:FAMILY",
         "glm4_moe": "specjax.models.families.glm4_moe:FAMILY",
+        "gpt_oss": "specjax.models.families.gpt_oss:FAMILY",
         "qwen3_next": "specjax.models.families.qwen3_next:FAMILY",
         "qwen3_5_text": "specjax.models.families.qwen3_5:FAMILY",
         "qwen3_5": "specjax.models.families.qwen3_5:FAMILY",
@@ -174,6 +175,11 @@ FORMATS = Registry(
     {
         "xla": "specjax.weights.matrix:Plain",
         "panels": "specjax.weights.panels:Panels",
+        "int8": "specjax.weights.packed:Int8",
+        "fp8": "specjax.weights.packed:Fp8",
+        "fp8_block": "specjax.weights.packed:Fp8Block",
+        "mxfp4": "specjax.weights.packed:Mxfp4",
+        "int4": "specjax.weights.packed:Int4",
     },
     "a specjax.interfaces.Weight",
 )

@@ -53,7 +53,8 @@ class ConvertConfig:
       what: part to write; null: all that the source has.
       step: step of a run; null: the newest.
       revision: branch, tag or commit of a source that is a Hugging Face id.
-      dtype: dtype of the written weights; null: that of the source.
+      dtype: dtype of the written weights; null: that of the source. mxfp4: that of the experts of
+        gpt_oss, and bfloat16 of the rest.
       like: Hugging Face directory or id with config and tokenizer, for a source that does not say
         what it is: a head alone.
     """
@@ -68,7 +69,7 @@ class ConvertConfig:
     what: str | None = option(None, choices=("policy", "head", "both"))
     step: int | None = None
     revision: str | None = None
-    dtype: str | None = option(None, choices=("float32", "bfloat16", "float16"))
+    dtype: str | None = option(None, choices=("float32", "bfloat16", "float16", "mxfp4"))
     like: str | None = None
 
 

@@ -51,7 +51,7 @@ from specjax.config.dtype import DTYPES
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
 from specjax.hub import find_model
-from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
+from specjax.weights import AUTO, load_tokenizer, mxfp4, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
 SPECULATORS = "speculators"  # the layout in which a head in files of its own is written
@@ -107,7 +107,7 @@ def convert(
       to: `hf` or `orbax`, or `speculators` for such a head; None: the other one than the source's.
       what: `policy`, `head` or `both`; None: all that the source has.
       step: step of a run; None: the newest.
-      dtype: dtype on disk; None: the source's.
+      dtype: dtype on disk; None: the source's. `mxfp4`, to `hf` alone: see `save_checkpoint`.
       like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
         none. A head in files of its own needs it: the config of its policy.
       revision: branch, tag or commit of a source that is a Hugging Face id.
@@ -128,7 +128,8 @@ def convert(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists; choose another target, or remove it")
-    dtype = dtype and dtype_name(dtype)
+    written, packs = dtype, dtype == mxfp4.METHOD
+    dtype = None if packs else dtype and dtype_name(dtype)
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
     if not foreign:
         model, found = _read(source, what, step, like, dtype)
@@ -137,8 +138,8 @@ def convert(
                 f"a head alone is written as a file of safetensors, got --to {to}"
             )
         is_new = layout_of(source) == HUGGING_FACE and model.policy is not None
-        to = to or (SPECULATORS if is_draft else "orbax" if is_new else "hf")
-        return _write(target, to, model, found, dtype)
+        to = to or (SPECULATORS if is_draft else "orbax" if is_new and not packs else "hf")
+        return _write(target, to, model, found, written)
     to = to or "hf"
     if what in ("head", "both"):
         raise CheckpointError(f"{source} holds no head, expected {what}")
@@ -147,11 +148,13 @@ def convert(
         if model.tokenizer is not None:
             load_tokenizer(source, load_format=load_format).save_pretrained(files)
             model = dataclasses.replace(model, tokenizer=Path(files))
-        return _write(target, to, model, 0, dtype)
+        return _write(target, to, model, 0, written)
 
 
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None = None) -> Converted:
     """Writes the parts of a model in a layout; `found` is their step."""
+    if dtype == mxfp4.METHOD and (to != "hf" or model.policy is None):
+        raise CheckpointError(f"dtype {dtype} is that of a policy's experts, expected --to hf")
     if model.tokenizer is not None:
         load_tokenizer(model.tokenizer, required=False)  # raises if it is damaged
     dtype = dtype or model.cfg.run.param_dtype

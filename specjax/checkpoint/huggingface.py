@@ -16,7 +16,9 @@ no head for the other families, so theirs is in a file of its own, `mtp.safetens
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
+import functools
 import gc
 import itertools
 import json
@@ -57,13 +59,15 @@ from specjax.checkpoint.huggingface_names import (
 )
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import DTYPES
-from specjax.interfaces import Stored
+from specjax.interfaces import Stored, Weight
 from specjax.models.families import common, family_of
 from specjax.models.generation_config import sampling_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
+from specjax.registry import FORMATS
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
-from specjax.weights import AUTO, fp8, load_tokenizer, open_checkpoint
+from specjax.weights import AUTO, fp8, load_tokenizer, mxfp4, open_checkpoint
+from specjax.weights.matrix import PLAIN, Products, format_of, is_exact, packed
 from specjax.weights.safetensors import (
     CONFIG,
     GENERATION,
@@ -79,6 +83,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
 _SMALL_BYTES = 4 << 20  # a stack up to this is read whole: compiling would take longer
+_PACKED_BYTES, _OUTPUTS = 32 << 20, 128  # of a matrix, packed at once; multiple of their number
 log = logging.getLogger(__name__)
 
 
@@ -309,7 +314,13 @@ def check_weights(
 # --- placing ------------------------------------------------------------------------------------
 
 
-def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, mesh) -> Params:
+def place_weights(
+    weights: Mapping[str, Any],
+    leaves: list[Leaf],
+    dtype: str,
+    mesh,
+    products: Products = PLAIN,
+) -> Params:
     """Builds the parameter tree, one array and one layer at a time, in its sharding.
 
     Args:
@@ -317,11 +328,90 @@ def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, me
       leaves: the parameters.
       dtype: dtype of the parameters; those that the files hold as integers are int32.
       mesh: mesh to put them on; None: the default device.
+      products: formats of matrices, which are packed one by one.
     """
-    kinds = {leaf.path: _kept(weights, leaf, jnp.dtype(dtype)) for leaf in leaves}
-    return unflatten_dict(
-        {leaf.path: _placed(weights, leaf, kinds[leaf.path], mesh) for leaf in leaves}
-    )
+
+    def built(leaf: Leaf) -> Any:
+        kind, is_matrix = _kept(weights, leaf, jnp.dtype(dtype)), leaf.row.matrix or leaf.row.table
+        name = format_of(products, _dotted(leaf)) if is_matrix else PLAIN
+        if FORMATS.find(name).exact:
+            return _placed(weights, leaf, kind, mesh)
+        return _placed_packed(weights, leaf, kind, mesh, name)
+
+    return unflatten_dict({leaf.path: built(leaf) for leaf in leaves})
+
+
+def _dotted(leaf: Leaf) -> str:
+    return ".".join(map(str, leaf.path))
+
+
+def _products_of(weights: Mapping[str, Any], leaves: list[Leaf]) -> Products:
+    """Returns the formats of the matrices of files, where some are packed; else `PLAIN`."""
+    matrices = (leaf for leaf in leaves if leaf.row.matrix or leaf.row.table)
+    kinds = {_dotted(leaf): _format_in(weights, leaf) for leaf in matrices}
+    return tuple((path, kind) for path, kind in kinds.items() if kind != PLAIN) or PLAIN
+
+
+def _format_in(weights: Mapping[str, Any], leaf: Leaf) -> str:
+    """Returns the format in which the files hold a parameter."""
+    tensors = (weights[stored.name] for stored in leaf.pieces.values())
+    kinds = {getattr(tensor, "products", PLAIN) for tensor in tensors}
+    return kinds.pop() if len(kinds) == 1 else PLAIN
+
+
+def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh, name: str) -> Any:
+    """Packs one parameter; on one device a few outputs at a time, so that little is held in full.
+
+    fp8 matrices of files keep their values and scales. MXFP4 comes out as it is in files.
+    """
+    pack = functools.partial(packed, table=leaf.row.table, name=name)
+    straight = all(s.transpose and s.part is None for s in leaf.pieces.values()) and not leaf.swap
+    if straight and name == fp8.Matrix.products == _format_in(weights, leaf):
+        return _as_published(weights, leaf, mesh)
+    if mesh is not None:
+        weight = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, dtype))
+        targets = sharding.weight_shardings(mesh, weight, leaf.axes)
+        return jax.jit(pack, out_shardings=targets)(_placed(weights, leaf, dtype, mesh))
+    shape = leaf.shape
+    axis = 1 if len(shape) == 2 and not leaf.row.table else 0  # experts, rows of a table, outputs
+    count = _PACKED_BYTES // (math.prod(shape) // shape[axis] * dtype.itemsize)
+    count = max(count, 1) if len(shape) > 2 else max(count // _OUTPUTS, 1) * _OUTPUTS
+    parts = []
+    for first in range(0, shape[axis], count):
+        index = [slice(None)] * len(shape)
+        index[axis] = slice(first, min(first + count, shape[axis]))
+        piece = _read(weights, leaf, dtype, tuple(index))
+        parts.append(jax.device_get(_PACK(piece, leaf.row.table, name)))
+    return jax.device_put(jax.tree.map(lambda *several: np.concatenate(several, axis), *parts))
+
+
+_PACK = jax.jit(packed, static_argnums=(1, 2))
+
+
+def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh) -> Weight:
+    """Builds one parameter of the values and scales of files."""
+    tensors = {stored.name: weights[stored.name] for stored in leaf.pieces.values()}
+    height, width = next(iter(tensors.values())).block
+    *stack, inputs, outputs = leaf.shape
+    counts = *stack, -(-inputs // width), -(-outputs // height)
+
+    def part(name: str, shape: tuple[int, ...], axes: tuple, dtype: str) -> jax.Array:
+        row = dataclasses.replace(leaf.row, shape=shape, axes=axes)
+        arrays = {key: getattr(tensor, name) for key, tensor in tensors.items()}
+        return _placed(arrays, leaf._replace(row=row), jnp.dtype(dtype), mesh)
+
+    def joined(values: jax.Array, scales: jax.Array) -> Weight:
+        scales = jnp.repeat(scales, height, axis=-1)[..., :outputs]
+        return FORMATS.find(fp8.Matrix.products)(values, scales, width, leaf.row.table)
+
+    shapes = jax.ShapeDtypeStruct(leaf.shape, fp8.DTYPE), jax.ShapeDtypeStruct(counts, "float32")
+    weight, axes, targets = jax.eval_shape(joined, *shapes), leaf.axes, None
+    if mesh is not None:
+        axes = sharding.common_axes(mesh, weight, weight.part_axes(axes)).values
+        targets = sharding.weight_shardings(mesh, weight, leaf.axes)
+    values = part("values", leaf.shape, axes, fp8.DTYPE)
+    scales = part("scales", counts, (None,) * len(counts), "float32")
+    return jax.jit(joined, out_shardings=targets)(values, scales)
 
 
 def _placed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh) -> jax.Array:
@@ -401,7 +491,13 @@ def _named(cfg: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
     ignored = set(_ignored(cfg, tensors))
     named = {renamed(name): tensor for name, tensor in tensors.items() if name not in ignored}
-    return dict(part for item in named.items() for part in _experts(*item))
+    rows = (place for layer in {*cfg.layers} for place in family.stored(cfg, layer).values())
+    whole = tuple(place.name for place in rows if isinstance(place, Stored))
+    return dict(
+        part
+        for item in named.items()
+        for part in ([item] if item[0].endswith(whole) else _experts(*item))
+    )
 
 
 class _Expert(NamedTuple):
@@ -498,6 +594,7 @@ def load_checkpoint(
     mesh: jax.sharding.Mesh | None = None,
     mtp_concat: str | None = None,
     load_format: str = AUTO,
+    products: Products = PLAIN,
 ) -> tuple[ModelConfig, Params, Params | None]:
     """Reads a local checkpoint.
 
@@ -506,12 +603,15 @@ def load_checkpoint(
       mesh: mesh to put the parameters on, see `specjax.parallel.sharding`; None: default device.
       mtp_concat: order of the head's input in memory; the checkpoint's by default.
       load_format: see `specjax.weights.open_checkpoint`.
+      products: formats of the policy's matrices, see `specjax.weights.matrix`; `auto`: those of the
+        files, which are then those of the config.
 
     If config.json ties the embedding and the language-model head but the file has two that differ,
     both are used, as in transformers, with a warning, and the config is changed.
 
     Returns:
-      config, stacked parameters, head parameters or None (`num_nextn_predict_layers` absent or 0).
+      config, parameters, head parameters or None (`num_nextn_predict_layers` absent or 0). Layers
+      are stacked; if matrices are packed, each has its own entry, as in decoding.
 
     Raises:
       CheckpointError: there is no config.json, or a file is missing or damaged.
@@ -529,9 +629,6 @@ def load_checkpoint(
     if names := _ignored(cfg, tensors):
         first = ", ".join(names[:3])
         log.warning("%s: %d tensors are left out: %s ...", path, len(names), first)
-    if any(isinstance(tensor, fp8.Matrix) for tensor in tensors.values()):
-        dtype = cfg.run.param_dtype
-        log.warning("%s: fp8 weights become %s; activations are not quantised", path, dtype)
     weights = _named(cfg, tensors)
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
@@ -540,7 +637,19 @@ def load_checkpoint(
         head = head_leaves(cfg, style)
     extra = [name for name in weights if not is_redundant(cfg, name)]
     check_weights(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
-    params = place_weights(weights, policy, cfg.run.param_dtype, mesh)
+    if products == AUTO:
+        products = _products_of(weights, policy_leaves(cfg, unrolled=True))
+        cfg = cfg if products == PLAIN else cfg.running(products=products)
+    if is_exact(products):
+        kinds = {getattr(tensor, "products", PLAIN) for tensor in tensors.values()} - {PLAIN}
+        for kind in kinds:
+            dtype = cfg.run.param_dtype
+            log.warning(
+                "%s: %s weights become %s; activations are not quantised", path, kind, dtype
+            )
+    else:
+        policy = policy_leaves(cfg, unrolled=True)
+    params = place_weights(weights, policy, cfg.run.param_dtype, mesh, products)
     return cfg, params, (place_weights(weights, head, cfg.run.param_dtype, mesh) if head else None)
 
 
@@ -619,20 +728,24 @@ def save_checkpoint(
       head: parameters of the draft head; None: there is no head.
       tokenizer_dir: a directory whose tokenizer files and chat template are copied, or another
         checkpoint that holds a tokenizer.
-      dtype: dtype on disk, the parameters' own by default.
+      dtype: dtype on disk, the parameters' own by default. `mxfp4`: experts are rounded to MXFP4,
+        and the rest is bfloat16, as gpt-oss is published.
       max_shard_bytes: largest size of a weight file, and of the host memory that is needed.
 
     Raises:
       CheckpointWeightError: names the parameters that do not fit `cfg`.
       CheckpointError: `path` exists and is no checkpoint, or there are no tokenizer files.
-      UnsupportedModelError: `cfg.model_type` cannot express the config.
+      UnsupportedModelError: `cfg.model_type` cannot express the config, or its experts not MXFP4.
     """
-    path = Path(path).absolute()
-    dtype = dtype_name(dtype or params["embed"].dtype)
+    path, packs = Path(path).absolute(), dtype == mxfp4.METHOD
+    dtype = "bfloat16" if packs else dtype_name(dtype or params["embed"].dtype)
     config = config_json(cfg, head is not None, dtype)
     require_replaceable(path)
     style = style_on_export(cfg) if head is not None else None
     body = named_weights(policy_leaves(cfg), params, dtype)
+    if packs:
+        config["quantization_config"] = mxfp4.CONFIG
+        body = _packed(cfg, body, named_weights(policy_leaves(cfg), params, "float32"))
     own_file = family_of(cfg.model_type).head_style is None
     if head is not None and not own_file:
         body += named_weights(head_leaves(cfg, style), head, dtype)
@@ -701,6 +814,25 @@ def _reader(tensor: Tensor, arrays: Mapping[str, Any], dtype: np.dtype):
         return out
 
     return read
+
+
+def _packed(cfg: ModelConfig, tensors: list[Written], exact: list[Written]) -> list[Written]:
+    """Returns the tensors to write, with those of experts in MXFP4, which are rounded once."""
+    out = []
+    for tensor, wide in zip(tensors, exact, strict=True):
+        parts = mxfp4.packed(tensor.name, tensor.shape)
+        for place, (name, shape) in enumerate(parts.items()):
+
+            def read(wide: Written = wide, place: int = place) -> np.ndarray:
+                return mxfp4.pack_blocks(wide.read().swapaxes(-1, -2))[place]
+
+            out.append(Written(name, shape, np.dtype(np.uint8), read))
+        out += [] if parts else [tensor]
+    if len(out) == len(tensors):
+        raise UnsupportedModelError(
+            f"dtype {mxfp4.METHOD} is that of experts of gpt_oss, got model_type {cfg.model_type!r}"
+        )
+    return out
 
 
 def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[Written]:

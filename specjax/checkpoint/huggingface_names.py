@@ -245,8 +245,8 @@ def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[
     return places
 
 
-def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
-    """Returns every parameter of `Transformer` in the stacked layout.
+def policy_leaves(cfg: ModelConfig, unrolled: bool = False) -> list[Leaf]:
+    """Returns every parameter of `Transformer` in the stacked layout, or layer by layer.
 
     Raises:
       UnsupportedModelError: the family names no tensor for a parameter.
@@ -270,7 +270,12 @@ def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
                     row, places[name], prefix.format(number), f"layers/{number}/{name}"
                 ).items()
             }
-            leaves.append(Leaf(("layers", *inside, name), row, pieces, layers=len(stack.numbers)))
+            leaf = Leaf(("layers", *inside, name), row, pieces, layers=len(stack.numbers))
+            if not unrolled:
+                leaves.append(leaf)
+                continue
+            for at, number in enumerate(stack.numbers):
+                leaves.append(leaf.layer(at)._replace(path=("layers", number, name)))
     return leaves
 
 

@@ -42,6 +42,7 @@ from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.registry import DRAFTS
 from specjax.weights import AUTO, open_checkpoint, recognised
+from specjax.weights.matrix import PLAIN, Products
 from specjax.weights.safetensors import CONFIG
 
 log = logging.getLogger(__name__)
@@ -379,6 +380,7 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     step: int | None = None,
     load_format: str = AUTO,
+    products: Products = PLAIN,
 ) -> Model:
     """Loads a model in any layout that specjax reads.
 
@@ -390,6 +392,7 @@ def load_model(
       mesh: mesh to put the parameters on, see `specjax.parallel.sharding`.
       step: step of a run; None: the newest.
       load_format: see `specjax.weights.open_checkpoint`; `auto` also loads runs.
+      products: see `specjax.checkpoint.huggingface.load_checkpoint`; a run's weights stay arrays.
 
     Raises:
       CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or has no config.
@@ -403,7 +406,9 @@ def load_model(
             raise CheckpointError(f"{path} is no training run and has no step {step}")
         stored = hf.read_config(path, load_format).run.param_dtype
         dtype = dtype and resolve_dtype(dtype, stored, platform)
-        cfg, policy, params = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
+        cfg, policy, params = hf.load_checkpoint(
+            path, dtype, mesh, load_format=load_format, products=products
+        )
         place = path if open_checkpoint(path, load_format).has_tokenizer else None
         head = head_beside(path, cfg, mesh)
         head = head if params is None else Head(source_of_policy(cfg), params)

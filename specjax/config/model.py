@@ -85,7 +85,7 @@ class RunConfig:
     remat_policy: str = "save_attention"
     sequence_parallel: bool = False
     attention: str = "reference"
-    products: str = "xla"
+    products: str | tuple[tuple[str, str], ...] = "xla"
 
     def __post_init__(self):
         choice("remat_policy", self.remat_policy, REMAT_POLICIES)

@@ -32,6 +32,7 @@ from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
 from specjax.parallel.copies import Copies, ProcessGroup, checksum, require_equal
 from specjax.parallel.distributed import gather
+from specjax.weights.matrix import is_exact
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,8 @@ class Hosts(BaseEngine):
     ) -> list[Params]:
         """Copies weights to each replica of this process, and compares checksums."""
         placed = self.copies(tree, self.runner.weights.axes, convert)
-        if jax.tree.leaves(tree):
+        exact = convert is None or is_exact(self.runner.cfg.run.products)
+        if exact and jax.tree.leaves(tree):
             dtype, repeated = self.runner.cfg.run.compute_dtype, self.runner.weights.repeated
             sent = checksum(tree, dtype, tied, sharding.fetch, repeated)
             for first in placed[:1]:

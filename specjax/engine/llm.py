@@ -55,6 +55,7 @@ from specjax.parallel import sharding
 from specjax.telemetry import Collector
 from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids, with_tokenizer_end
 from specjax.weights import load_tokenizer
+from specjax.weights.matrix import is_exact
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,8 @@ class LLM:
         self.notes: list[str] = []
         generation = asked_for(generation_config)
         if isinstance(model, (str, Path)):
-            loaded = load_model(find_model(model, revision), dtype, mesh)
+            products = (engine or EngineConfig()).products
+            loaded = load_model(find_model(model, revision), dtype, mesh, products=products)
             cfg, params, head = loaded.cfg, loaded.policy, loaded.head
             if (dtype, loaded.stored) != (AUTO, "float32"):  # else there is nothing to choose
                 self.notes.append(about_dtype(dtype, cfg.run.param_dtype, loaded.stored))
@@ -206,7 +208,7 @@ class LLM:
         source = source and source.for_length(self.max_len)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
-        self.params, self.source = params, source
+        self.source = source
         self.head = head.params if isinstance(head, Head) else head
         self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
@@ -215,6 +217,7 @@ class LLM:
         for line in engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, self.head if self.spec else None)
+        self.params = self._held(params)
         self._plain: Engine | None = None
         self.totals: Totals | None = None
         self.differences: list[Difference] | None = None
@@ -301,9 +304,14 @@ class LLM:
         """
         head = self.head if head is None else self._own(head)
         self.engine.set_params(params, head if self.spec else None, running)
-        self.params, self.head = params, head
+        self.params, self.head = self._held(params), head
         if self._plain is not None:
             self._plain.set_params(self.params)
+
+    def _held(self, params: Params) -> Params:
+        """The parameters of the policy to hold: packed ones are those that decode."""
+        weights = self.engine.runner.weights
+        return params if is_exact(weights.cfg.run.products) else weights.policy
 
     def update_head(self, head: Head | Params) -> None:
         """Replaces the draft's parameters alone; running samples go on, see `Engine.set_head`.

@@ -22,6 +22,7 @@ from specjax.models.transformer import Params, split_layout
 from specjax.parallel.copies import require_same
 from specjax.parallel.reshard import Mover
 from specjax.parallel.sharding import joined_mesh
+from specjax.weights.matrix import is_exact
 
 POLL = 1e-3  # seconds between two polls of replicas that have no new result
 
@@ -110,8 +111,10 @@ class Replicas(BaseEngine):
         """
         if self._spread is None or not jax.tree.leaves(sent):
             return sent
-        arrived, dtype = self._spread(sent, convert), self.runner.cfg.run.compute_dtype
-        require_same(name, sent, arrived, dtype, tied, self.runner.weights.repeated)
+        arrived, cfg = self._spread(sent, convert), self.runner.cfg
+        if convert is None or is_exact(cfg.run.products):
+            dtype, repeated = cfg.run.compute_dtype, self.runner.weights.repeated
+            require_same(name, sent, arrived, dtype, tied, repeated)
         return arrived
 
     def release(self, weights: bool = True) -> None:

@@ -129,9 +129,7 @@ class Runner:
         cfg = matrix.settle(cfg, mesh, config.products)
         if source is not None and source.network is not None:
             network = settle(source.network, whose="the draft's attention")
-            # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
-            # differ. So the draft's own is chosen automatically.
-            products = matrix.PLAIN if config.products == matrix.PLAIN else matrix.AUTO
+            products = matrix.of_draft(config.products)
             network = matrix.settle(network, mesh, products, whose="the draft's products")
             source = source.with_network(network)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.kernels.names import ATTENTION, GPUS, check_attention
 from specjax.settings import option
-from specjax.weights.matrix import ASKED, check_products
+from specjax.weights.matrix import check_products
 
 ORDERS = ("fifo", "longest_first")
 PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
@@ -38,8 +39,10 @@ class EngineConfig:
       order: `fifo`, or `longest_first`: prompts whose earlier samples were longest start first.
       attention: name of the attention kernel, one of `specjax.kernels.names.ATTENTION` or your own
         as `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
-      products: name of the kernel that multiplies by weights; `auto` is specjax's own on CPU and
-        XLA elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
+      products: number format of matrices, such as `int8` or `mxfp4`, or a map from patterns of
+        their paths to formats, see `specjax.weights.matrix`. `auto` is that of the checkpoint's
+        files, or for plain ones specjax's own on CPU and XLA's elsewhere; your own is
+        `module:attribute`. Formats that round weights change the policy, and so its tokens.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
         comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
@@ -55,12 +58,12 @@ class EngineConfig:
     order: str = option("fifo", choices=ORDERS)
     follow_ups: bool = option(False, internal=True)
     attention: str = option("auto", choices=ATTENTION, own_path=True)
-    products: str = option("auto", choices=ASKED, own_path=True)
+    products: Any = option("auto", kind=str | dict[str, str])
     enforce_eager: bool = False
 
     def __post_init__(self):
         choice("order", self.order, ORDERS)
-        check_products(self.products)
+        object.__setattr__(self, "products", check_products(self.products))
         check_attention(self.attention)
         for name, least in (("chunk_tokens", 1), ("stretch", 1), ("prefill_chunk", 16)):
             if getattr(self, name) < least:

@@ -87,7 +87,7 @@ class Weights:
             arrived = self.convert(policy)
         else:
             arrived = self._mover(policy, self.convert)
-        exact = matrix.FORMATS.find(self.cfg.run.products).exact
+        exact = matrix.is_exact(self.cfg.run.products)
         self._check("policy", policy, arrived if exact else policy, self.cfg.tie_embeddings)
         head = self.head if head is None else head
         if self._source is not None:
@@ -108,7 +108,9 @@ class Weights:
             return
         moved = head if self._mover is None else self._mover(head)
         placed = self._convert_head(moved)
-        self._check("draft", head, placed, False)
+        network = None if self._source is None else self._source.network
+        exact = network is None or matrix.is_exact(network.run.products)
+        self._check("draft", head, placed if exact else head, False)
         self.head = placed
 
     def _take_columns(self) -> None:

@@ -16,7 +16,7 @@ as TF32.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,6 +32,7 @@ from specjax.kernels.triton_lowering import as_on_a_gpu
 DTYPES = ("float32", "bfloat16", "float16")
 LEAST = 16  # rows of the smallest product that tensor cores have
 LINE = 128  # bytes of a row that are loaded at once
+TERMS = 32  # rows of bytes that are unpacked at once, of one group
 
 
 class Tile(NamedTuple):
@@ -138,6 +139,79 @@ def _multiply_kernel(tile: Tile, transposed: bool, matrix, first, end, x, stack,
         return total + dot(left, right, ((1,), (1 if transposed else 0,)))
 
     steps = jnp.where(number < count, jnp.int32(pl.cdiv(terms, tile.terms)), 0)
+    total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, add, total)
+    place, mask = _place(rows, columns, limit, out.shape[1])
+    plgpu.store(out.at[place], total.astype(out.dtype), mask=mask)
+
+
+def packed(
+    x: Float[Array, "M I"],
+    weight: Any,
+    sizes: Int[Array, " E"],
+    dtype: Any,
+    interpret: bool = False,
+) -> Float[Array, "M O"]:
+    """Multiplies rows by a stack of packed matrices [E I O]; see `experts`.
+
+    Args:
+      weight: a `specjax.weights.packed.Packed`, of which each program unpacks the bytes it reads.
+      dtype: dtype of the result.
+
+    Raises:
+      Declined: the dtype of the rows is not one of `DTYPES`, or the inputs are in no whole groups.
+    """
+    rows = weight.values.shape[1]
+    if x.dtype not in DTYPES or rows % TERMS or (weight.group or TERMS) % TERMS:
+        raise Declined(f"it multiplies {', '.join(DTYPES)} by {TERMS} rows, got {x.dtype}, {rows}")
+    return _multiply_packed(x, weight, sizes, dtype, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _multiply_packed(x, weight, sizes, dtype: Any, interpret: bool) -> Float[Array, "M O"]:
+    (count, _, columns), rows = weight.shape, len(x)
+    tile = Tile.of(block_rows(rows, count), x.dtype)
+    blocks = blocks_of(jnp.append(sizes, rows - sizes.sum()), rows, tile.rows)
+    codes, scales = weight.values, weight.scales.reshape(count, -1, columns)
+    if jnp.issubdtype(codes.dtype, jnp.floating):  # Triton loads no float8 under a mask
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    call = pl.pallas_call(
+        functools.partial(_packed_kernel, tile, weight),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
+        grid=(pl.cdiv(columns, tile.columns), len(blocks.matrix)),
+        compiler_params=tile.params,
+        interpret=interpret,
+        name="experts_packed",
+    )
+    with as_on_a_gpu():
+        return call(*(a.astype(jnp.int32) for a in blocks[:3]), x, codes, scales)
+
+
+def _packed_kernel(tile: Tile, packed, matrix, first, end, x, codes, scales, out):
+    block = pl.program_id(1)
+    columns, number = _span(pl.program_id(0), tile.columns), matrix[block]
+    rows, limit = first[block] + _span(0, tile.rows), end[block]
+    count, height, width = codes.shape
+    groups = scales.shape[1] // 2 if packed.halves else scales.shape[1]
+    inside = columns < width
+
+    def add(i, total):
+        inner = _span(i, TERMS)
+        place, mask = _place(inner, columns, height, width)
+        loaded = plgpu.load(codes.at[number, *place], mask=mask, other=0)
+        group = jax.lax.div(i * TERMS, packed.group) if packed.group else 0
+        factors = []
+        for part in range(2 if packed.halves else 1):
+            row = jnp.full_like(columns, part * groups + group)
+            scale = plgpu.load(scales.at[number, row, columns], mask=inside, other=0)
+            factors.append(packed.factor(scale)[None])
+        for part, right in enumerate(packed.unpacked(loaded, factors)):
+            place, mask = _place(rows, part * height + inner, limit, x.shape[1])
+            left = plgpu.load(x.at[place], mask=mask, other=0)
+            total = total + dot(left, right.astype(x.dtype))
+        return total
+
+    steps = jnp.where(number < count, jnp.int32(height // TERMS), 0)
     total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     total = jax.lax.fori_loop(0, steps, add, total)
     place, mask = _place(rows, columns, limit, out.shape[1])

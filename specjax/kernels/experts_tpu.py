@@ -13,6 +13,8 @@ float32 is multiplied as float32, not as bfloat16.
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,6 +29,7 @@ from specjax.kernels.tiles import dot
 
 DTYPES = ("float32", "bfloat16")
 LANES, PACKED = 128, 16  # multiples of which arrays in VMEM have columns, and rows of any dtype
+SUBLANES = 32  # rows of a tile of bytes
 ROWS = 128  # rows of a block
 # Kernels have 16 MiB of VMEM, for two blocks of each array and for sums in float32.
 BLOCK, WIDEST = 7 * 2**19, 2048  # bytes of a block of a matrix, and its columns
@@ -87,45 +90,92 @@ _experts.defvjp(lambda *given: (_experts(*given), given[:3]), _backward)
 # --- few rows -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))  # equal products are traced once
-def _few(x, stack, sizes, interpret: bool) -> Float[Array, "M O"]:
+def packed(
+    x: Float[Array, "M I"],
+    weight: Any,
+    sizes: Int[Array, " E"],
+    dtype: Any,
+    interpret: bool = False,
+) -> Float[Array, "M O"]:
+    """Multiplies few rows by a stack of packed matrices [E I O]; see `experts`.
+
+    Args:
+      weight: a `specjax.weights.packed.Packed`, which the kernel unpacks in VMEM.
+      dtype: dtype of the result.
+
+    Raises:
+      Declined: there are many rows, or a part of the matrices has no whole tiles.
+    """
+    if x.dtype not in DTYPES or len(x) > FEW or x.nbytes > 2 * FEW_BYTES:
+        raise Declined(f"it multiplies up to {FEW} rows of {DTYPES}, got {x.shape} of {x.dtype}")
+    if weight.group % SUBLANES or weight.values.shape[1] % SUBLANES:
+        raise Declined(f"it unpacks {SUBLANES} rows of one group, got {weight.shape}")
+    return _few(x, weight, sizes, interpret, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))  # equal products are traced once
+def _few(x, stack, sizes, interpret: bool, dtype: Any = None) -> Float[Array, "M O"]:
     """Multiplies rows that are all in VMEM, by one matrix of a group that has rows at a time."""
     (count, inner, columns), rows = stack.shape, len(x)
     x = _padded(x, PACKED)
     side = min(BLOCK // inner, FEW_OUT // len(x)) // x.dtype.itemsize
-    side = _divisor(columns, min(WIDEST, side))
+    parts, scratch = [stack], []
+    if is_packed := not hasattr(stack, "dtype"):  # it is unpacked a block at a time
+        side = min(columns, max(min(side // LANES, WIDEST // LANES), 1) * LANES)
+        parts, groups = [stack.values, stack.scales], math.prod(stack.scales.shape[1:-1])
+        scratch = [
+            pltpu.VMEM((inner, side), x.dtype),
+            pltpu.VMEM((groups, side), jnp.float32),
+        ]
+    else:
+        side = _divisor(columns, min(WIDEST, side))
     ends, active = jnp.cumsum(sizes), jnp.cumsum(sizes > 0)
     turn = jnp.arange(min(rows, count))
     matrix = jnp.searchsorted(active, turn, side="right", method="compare_all")
     matrix = jnp.minimum(matrix, count - 1)
+
+    def block(part: Array) -> pl.BlockSpec:
+        whole = part.shape[1:-1]
+        return pl.BlockSpec(
+            (None, *whole, side), lambda j, i, matrix, *_: (matrix[i], *(0,) * len(whole), j)
+        )
+
     call = pl.pallas_call(
-        _few_kernel,
-        out_shape=jax.ShapeDtypeStruct((len(x), columns), x.dtype),
+        functools.partial(_few_kernel, stack if is_packed else None),
+        out_shape=jax.ShapeDtypeStruct((len(x), columns), dtype or x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(columns // side, jnp.maximum(active[-1], 1)),
-            in_specs=[
-                pl.BlockSpec(x.shape, lambda *_: (0, 0)),
-                pl.BlockSpec((None, inner, side), lambda j, i, matrix, *_: (matrix[i], 0, j)),
-            ],
+            grid=(pl.cdiv(columns, side), jnp.maximum(active[-1], 1)),
+            in_specs=[pl.BlockSpec(x.shape, lambda *_: (0, 0)), *map(block, parts)],
             out_specs=pl.BlockSpec((len(x), side), lambda j, *_: (0, j)),
+            scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="experts",
     )
     if not interpret:  # else XLA copies all matrices to VMEM ahead of time, where they fit
-        stack = pltpu.with_memory_space_constraint(stack, pltpu.HBM)
-    return call(matrix, (ends - sizes)[matrix], ends[matrix], x, stack)[:rows]
+        parts = [pltpu.with_memory_space_constraint(part, pltpu.HBM) for part in parts]
+    return call(matrix, (ends - sizes)[matrix], ends[matrix], x, *parts)[:rows]
 
 
-def _few_kernel(matrix, begin, end, x, weights, out):
+def _few_kernel(packed: Any, matrix, begin, end, x, *refs):
     turn, block = pl.program_id(1), min(len(x) & -len(x), ROWS)
     first, limit = begin[turn], end[turn]
+    if packed is None:
+        weights, out = refs
+    else:
+        codes, scales, out, weights, factors = refs
 
     @pl.when(turn == 0)
     def _():
         out[...] = jnp.zeros_like(out)
+
+    if packed is not None:
+
+        @pl.when(first < limit)
+        def _():
+            _unpack(packed, codes, scales, weights, factors)
 
     def add(i, _):
         start = pl.multiple_of(i * block, block)
@@ -136,6 +186,22 @@ def _few_kernel(matrix, begin, end, x, weights, out):
 
     blocks = jax.lax.div(first, block), jax.lax.div(limit + block - 1, block)
     jax.lax.fori_loop(*blocks, add, None)
+
+
+def _unpack(packed, codes, scales, weights, factors):
+    """Unpacks a block of a matrix, a tile of rows after the other."""
+    factors[...] = packed.factor(scales[...]).reshape(factors.shape)
+    parts = 2 if packed.halves else 1
+
+    def tile(i, _):
+        span = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
+        group = jax.lax.div(i * SUBLANES, packed.group) if packed.group else 0
+        scale = [factors[pl.ds(group + part * (len(factors) // parts), 1)] for part in range(parts)]
+        for part, tile in enumerate(packed.unpacked(codes[span], scale)):
+            place = pl.multiple_of(part * len(codes) + i * SUBLANES, SUBLANES)
+            weights[pl.ds(place, SUBLANES)] = tile.astype(weights.dtype)
+
+    jax.lax.fori_loop(0, len(codes) // SUBLANES, tile, None)
 
 
 # --- blocks ---------------------------------------------------------------------------------------

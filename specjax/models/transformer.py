@@ -35,7 +35,17 @@ from specjax.models.rows import fixed_dtypes, fuse, fused_rows, layer_rows, top_
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, pin_rows, split_over_tp, whole_over_tp
 from specjax.parallel.stored import Stored
-from specjax.weights.matrix import Matrix, cast, dot, is_array, pack, rows, transposed
+from specjax.weights.matrix import (
+    Matrix,
+    cast,
+    dot,
+    is_array,
+    is_exact,
+    pack,
+    rows,
+    transposed,
+    unpack,
+)
 from specjax.weights.panels import raw
 
 # Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
@@ -570,8 +580,9 @@ def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
 
 def _laid_out(params: Params, cfg: ModelConfig) -> Params:
     params = cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg))
-    unrolled = 0 in params.get("layers", ())
-    return params if cfg.run.scan_layers or unrolled else unroll_layers(params, cfg)
+    if 0 not in params.get("layers", ()):
+        return params if cfg.run.scan_layers else unroll_layers(params, cfg)
+    return stack_layers(params, cfg) if cfg.run.scan_layers else params
 
 
 @functools.cache
@@ -584,6 +595,8 @@ def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
       ways: number of devices that decoding splits the weights over; with one, weights are fused
         where they arrive.
     """
+    if not is_exact(cfg.run.products):  # packed weights are less to move
+        return jax.jit(functools.partial(to_decode_layout, cfg=cfg))
     cfg = cfg.running(fused=False, scan_layers=cfg.run.scan_layers or ways == 1)
     return jax.jit(functools.partial(_laid_out, cfg=cfg))
 
@@ -591,13 +604,41 @@ def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
 def to_format(params: Params, cfg: ModelConfig) -> Params:
     """Converts matrices in decode layout to `cfg.run.products`, see `specjax.weights.matrix`."""
     of, width = top_rows(cfg), cfg.hidden_size
-    if cfg.run.scan_layers:
-        of["layers"] = tree_of(cfg.layers, lambda stack: layer_rows(stack.layer, width))
-    else:
-        each = (layer_rows(layer, width) for layer in cfg.layers)
-        each = map(fused_rows, each) if cfg.run.fused else each
-        of["layers"] = dict(enumerate(each))
+    if cfg.run.scan_layers and "layers" in params:
+
+        def stacked(stack) -> Params:
+            rows = layer_rows(stack.layer, width)
+            prefixes = [f"layers.{number}." for number in stack.numbers]
+            return pack(part_of(params["layers"], stack), rows, cfg, prefixes)
+
+        layers = {"layers": tree_of(cfg.layers, stacked)}
+        return pack({k: v for k, v in params.items() if k != "layers"}, of, cfg) | layers
+    rows = (layer_rows(layer, width) for layer in cfg.layers)
+    of["layers"] = dict(enumerate(map(fused_rows, rows) if cfg.run.fused else rows))
     return pack(params, of, cfg)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(params: Params, cfg: ModelConfig) -> Params:
+    """Returns stacked parameters with the weights that formats of `cfg.run.products` keep.
+
+    What is computed with them is, up to rounding of sums, what decoding with packed weights
+    computes.
+    """
+    dtype = cfg.run.param_dtype
+    cfg = cfg.running(fused=False, scan_layers=False, compute_dtype=dtype)
+    params = to_decode_layout(params, cfg)
+    params = jax.tree.map(unpack, params, is_leaf=lambda leaf: hasattr(leaf, "unpack"))
+    return stack_layers(cast(params, dtype, fixed_dtypes(cfg)), cfg)
+
+
+def stack_layers(params: Params, cfg: ModelConfig) -> Params:
+    """Converts parameters from the `unrolled` layout, not fused, to the stacked one."""
+
+    def stacked(stack) -> Params:
+        return jax.tree.map(lambda *a: jnp.stack(a), *(params["layers"][n] for n in stack.numbers))
+
+    return {**params, "layers": tree_of(cfg.layers, stacked)}
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:

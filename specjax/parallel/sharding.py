@@ -329,18 +329,43 @@ def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
         `specjax.interfaces.Weight` in the place of an array gives the axes of its parts.
     """
 
-    def place(leaf, own):
-        spec = spec_for(mesh, _behind_stacks(own, leaf.shape), leaf.shape)
-        return jax.NamedSharding(mesh, spec)
-
     def one(path, leaf):
-        own = _named_axes(path, axes)
-        if not hasattr(leaf, "part_axes"):
-            return place(leaf, own)
-        return jax.tree.map(place, leaf, leaf.part_axes(own or (None, None)))
+        return weight_shardings(mesh, leaf, _named_axes(path, axes))
 
     is_weight = lambda leaf: hasattr(leaf, "part_axes")  # noqa: E731
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_weight)
+
+
+def weight_shardings(mesh: jax.sharding.Mesh, weight, axes: tuple | None):
+    """Returns the NamedSharding of an array, or those of a weight's parts, from logical axes."""
+
+    def place(leaf, axes):
+        spec = spec_for(mesh, _behind_stacks(axes, leaf.shape), leaf.shape)
+        return jax.NamedSharding(mesh, spec)
+
+    if not hasattr(weight, "part_axes"):
+        return place(weight, axes)
+    parts = common_axes(mesh, weight, weight.part_axes(axes or (None, None)))
+    return jax.tree.map(place, weight, parts)
+
+
+def common_axes(mesh: jax.sharding.Mesh, weight, parts):
+    """Returns the logical axes of a weight's parts that split all parts, so that no block is cut.
+
+    Args:
+      weight: a `specjax.interfaces.Weight`, of arrays or their shapes.
+      parts: axes of its parts, see `Weight.part_axes`.
+    """
+    leaves, structure = jax.tree.flatten(weight)
+    axes = structure.flatten_up_to(parts)
+    whole = {
+        name
+        for leaf, names in zip(leaves, axes, strict=True)
+        for name, size in zip(names, leaf.shape[-len(names) :], strict=True)
+        if not split_over(mesh, name, size)
+    }
+    kept = [tuple(None if name in whole else name for name in names) for names in axes]
+    return jax.tree.unflatten(structure, kept)
 
 
 def rows_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:

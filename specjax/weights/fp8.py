@@ -23,23 +23,26 @@ class Matrix:
     """A matrix [O I] of a file; indexing dequantises the part that it reads.
 
     Attributes:
+      values, scales: tensors of the file.
+      block: rows and columns that have one scale.
       shape: shape of the matrix.
       dtype: `float32`, in which a value is multiplied by its scale.
+      products: format of `specjax.weights.matrix` in which decoding may keep it.
     """
 
-    dtype = "float32"
+    dtype, products = "float32", "fp8_block"
 
     def __init__(self, values: Any, scales: Any, block: list[int]):
-        self._values, self._scales, self._block = values, scales, block
+        self.values, self.scales, self.block = values, scales, block
         self.shape = values.shape
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Reads a part; `index` is one slice or two, in steps of one."""
         index = (*index, slice(None)) if isinstance(index, tuple) else (index, slice(None))
         rows, columns = (range(n)[s] for n, s in zip(self.shape, index, strict=False))
-        height, width = self._block
-        out = self._values[rows.start : rows.stop, columns.start : columns.stop].astype(np.float32)
-        scales = self._scales[rows.start // height :, :].astype(np.float32)
+        height, width = self.block
+        out = self.values[rows.start : rows.stop, columns.start : columns.stop].astype(np.float32)
+        scales = self.scales[rows.start // height :, :].astype(np.float32)
         scales = scales[:, np.arange(columns.start, columns.stop) // width]
         ends = range(height - rows.start % height, len(out), height)
         for part, scale in zip(np.split(out, ends), scales, strict=False):

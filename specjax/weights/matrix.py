@@ -2,11 +2,16 @@
 
 In training a matrix is a plain array. In decoding it may be a `specjax.interfaces.Weight`:
 `RunConfig.products` names the class, and `pack` converts the arrays whose `Param` rows mark them as
-matrices. Models call the functions here for every format.
+matrices or tables. Models call the functions here for every format.
 
-    products   format of matrices in decoding
-    xla        arrays, multiplied in XLA
-    panels     `specjax.weights.panels`
+    products                              format of matrices in decoding
+    xla                                   arrays, multiplied in XLA
+    panels                                `specjax.weights.panels`
+    int8, fp8, fp8_block, mxfp4, int4     `specjax.weights.packed`
+
+A map gives matrices different formats: of the patterns (`fnmatch`) that match a matrix's path, such
+as `layers.3.down`, `layers.3.experts_gate`, `embed` or `lm_head`, the first decides, and without
+one it stays an array. Patterns that begin with `draft.` are for the matrices of the draft.
 
 Programs of models are traced inside `precision_of`, so that products of float32 are exact.
 """
@@ -15,10 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,18 +45,54 @@ Matrix = Array | Weight
 
 PLAIN, AUTO = "xla", "auto"
 ASKED = (AUTO, *FORMATS.names)
+DRAFT = "draft."  # begins patterns for the draft
 SUBLANES = 8  # rows of a TPU's vector register
+
+Products = str | tuple[tuple[str, str], ...]  # a format, or pairs of a pattern and a format
 
 log = logging.getLogger(__name__)
 
 
-def check_products(name: str) -> str:
-    """Checks that a name is one of `ASKED` or a path `module:attribute`; imports nothing.
+def check_products(asked: str | Mapping[str, str] | Products) -> Products:
+    """Checks that formats are among `ASKED` or paths `module:attribute`; imports nothing.
+
+    Args:
+      asked: a format, or a map from patterns to formats, see the module text.
+
+    Returns:
+      the format, or the pairs of the map.
 
     Raises:
-      ValueError: the name is neither.
+      ValueError: a name is neither.
     """
-    return check_setting("products", name, ASKED)
+    if isinstance(asked, str):
+        return check_setting("products", asked, ASKED)
+    pairs = tuple(asked.items() if isinstance(asked, Mapping) else asked)
+    return tuple((pattern, check_setting("products", name, ASKED[1:])) for pattern, name in pairs)
+
+
+def format_of(products: Products, path: str) -> str:
+    """Returns the name of the format of the matrix at a path, see the module text."""
+    pairs = (("*", products),) if isinstance(products, str) else products
+    return next((name for pattern, name in pairs if fnmatch.fnmatchcase(path, pattern)), PLAIN)
+
+
+def is_exact(products: Products) -> bool:
+    """Returns whether no format of the products rounds a number."""
+    names = [products] if isinstance(products, str) else [name for _, name in products]
+    return all(FORMATS.find(name).exact for name in names)
+
+
+def of_draft(products: Products) -> Products:
+    """Returns the products of the draft's matrices.
+
+    A format that is named for the policy may refuse the draft, whose layers and dtype can differ,
+    so without patterns of its own the draft's is chosen automatically.
+    """
+    if isinstance(products, str):
+        return PLAIN if products == PLAIN else AUTO
+    pairs = [(pattern, name) for pattern, name in products if pattern.startswith(DRAFT)]
+    return tuple((pattern.removeprefix(DRAFT), name) for pattern, name in pairs) or AUTO
 
 
 def is_array(matrix: Any) -> bool:
@@ -284,15 +326,22 @@ def settle(
       ValueError: the format that was asked for is unknown, or cannot be used.
     """
     device = dispatch.device_of(mesh)
-    if check_products(asked) != AUTO:
-        reason = FORMATS.find(asked).refuses(device, cfg)
-        if reason is not None:
-            raise ValueError(
-                f"products {asked!r} cannot be used: {reason}. Choose 'xla', or 'auto', which uses "
-                "panels where possible"
-            )
-        if asked != PLAIN:
-            log.info("%s: %s", whose, FORMATS.find(asked).line)
+    if (asked := check_products(asked)) == AUTO and not isinstance(cfg.run.products, str):
+        asked = cfg.run.products  # those of a packed checkpoint
+    if asked != AUTO:
+        pairs = (("*", asked),) if isinstance(asked, str) else asked
+        for pattern, name in pairs:
+            kind = FORMATS.find(name)
+            if not kind.exact:  # only whole matrices are packed
+                cfg = cfg.running(fused=False)
+            reason = kind.refuses(device, cfg)
+            if reason is not None:
+                raise ValueError(
+                    f"products {name!r} cannot be used: {reason}. Choose 'xla', or 'auto', which "
+                    "uses panels where possible"
+                )
+            if name != PLAIN:
+                log.info("%s of %s: %s", whose, pattern, kind.line)
         return cfg.running(products=asked)
     for name in FORMATS.names:
         kind = FORMATS.named(name)
@@ -307,32 +356,53 @@ def settle(
     return cfg.running(products=PLAIN)
 
 
-def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
-    """Converts the matrices of parameters to the format of a settled config.
+def pack(
+    params: Params, of: Mapping[Any, Any], cfg: ModelConfig, prefixes: Sequence[str] = ("",)
+) -> Params:
+    """Converts the matrices of parameters to the formats of a settled config.
 
     Matrices that the format does not convert, and those that are already in a format, stay.
 
     Args:
       of: the `Param` row of each array, in the same nested dicts; for stacked arrays, the row of
         one of them.
-    """
-    kind = FORMATS.find(cfg.run.products)
+      prefixes: what the path of each array begins with; of stacked arrays, for each layer.
 
-    def one(array: Any, row: Param) -> Any:
+    Raises:
+      ValueError: layers that are stacked have different formats.
+    """
+
+    def one(array: Any, row: Param, path: str) -> Any:
         if not ((row.matrix or row.table) and is_array(array)):
             return array
-        packing = lambda a: kind.pack(a, row.table)  # noqa: E731
-        for _ in range(array.ndim - 2):  # axes of stacked layers and of experts
-            packing = jax.vmap(packing)
-        packed = packing(array)
-        return array if packed is None else packed
+        names = {format_of(cfg.run.products, prefix + path) for prefix in prefixes}
+        if len(names) > 1:
+            raise ValueError(
+                f"expected one format for {path} of all layers that are scanned together, got "
+                f"{', '.join(sorted(names))}; give them one, or set scan_layers to false"
+            )
+        return packed(array, row.table, *names)
 
-    def walk(node: Any, rows: Any) -> Any:
+    def walk(node: Any, rows: Any, path: tuple) -> Any:
         if isinstance(node, Mapping):
-            return {key: walk(value, rows[key]) for key, value in node.items()}
-        return one(node, rows)
+            return {key: walk(value, rows[key], (*path, key)) for key, value in node.items()}
+        return one(node, rows, ".".join(map(str, path)))
 
-    return walk(params, of)
+    return walk(params, of, ())
+
+
+def packed(array: Float[Array, "*N I O"], table: bool, name: str) -> Matrix:
+    """Converts a matrix, or a stack of them, to a format; it may stay an array, see `Weight.pack`.
+
+    Args:
+      table: see `Weight.pack`.
+      name: name of the format.
+    """
+    packing = lambda a: FORMATS.find(name).pack(a, table)  # noqa: E731
+    for _ in range(array.ndim - 2):  # axes of stacked layers and of experts
+        packing = jax.vmap(packing)
+    weight = packing(array)
+    return array if weight is None else weight
 
 
 def cast(params: Params, dtype: str, fixed: Mapping[str, str] = MappingProxyType({})) -> Params:

@@ -16,7 +16,7 @@ import safetensors
 
 from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
 from specjax.tokenizer import TOKENIZER_FILES, load_tokenizer
-from specjax.weights import fp8
+from specjax.weights import fp8, mxfp4
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
@@ -85,7 +85,7 @@ class Safetensors:
         return read_json(file) if file.exists() else {}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns lazy arrays by name; fp8 matrices with scales by block are dequantised.
+        """Returns lazy arrays by name; matrices in fp8 and MXFP4 are dequantised.
 
         Raises:
           CheckpointError: a file is missing or damaged, or scales do not fit.
@@ -94,7 +94,8 @@ class Safetensors:
         if (self.path / HEAD_FILE).exists():
             files.append(self.path / HEAD_FILE)
         raw = read_json(self.file) if self.file.exists() else {}
-        return fp8.dequantised(open_files(files)[0], Keys(self.file, raw))
+        tensors, keys = open_files(files)[0], Keys(self.file, raw)
+        return mxfp4.dequantised(fp8.dequantised(tensors, keys), keys)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -54,7 +54,7 @@ def test_end_of_sequence_ids_of_both_files_are_merged(folder, edit_json):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt_oss"}, "'gpt_oss'.*llama, qwen2, qwen3, mimo"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3'.*llama, qwen2, qwen3, mimo"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "current length"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"num_experts": 8}, "mixture of experts"),

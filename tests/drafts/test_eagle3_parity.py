@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle3_files import Body, Eagle3
 from flax import nnx
 from tiers import slow_but
 
@@ -151,6 +152,25 @@ def test_the_accept_length_is_that_of_torch_and_tokens_are_the_policys(name, str
     taken = sum(s.stats.rounds for s in samples)
     assert rounds.sum() < 0.95 * len(prompts) * count, "too little is accepted to see a difference"
     assert taken == pytest.approx(rounds.sum(), rel=0.02)
+
+
+def test_a_head_of_gpt_oss_as_nvidia_publishes_it_drafts_and_changes_no_token(tmp_path, edit_json):
+    head = Eagle3(boundaries=(1, 2, 3), width=32, theta=150_000.0)
+    path = head.write(tmp_path / "head", Body(width=32, layers=3, vocab=64), "safeailab")
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}
+    edit_json(path / "config.json", eagle_config=nested, eagle_aux_hidden_state_layer_ids=...)
+    spec = SpecConfig("2_1_3", draft=path)
+    llm = LLM(GOLDEN.parent / "gpt_oss", spec, max_batch=1, max_len=64, dtype="float32")
+    assert llm.source.cfg.taps == (1, 2, 3)  # 3 is the output of the last layer
+    prompts = np.load(GOLDEN.parent / "gpt_oss" / "golden.npz")["tokens"].tolist()
+    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    drafted, plain = (
+        llm.generate(prompts, dataclasses.replace(params, speculative=speculative))
+        for speculative in (True, False)
+    )
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.samples[0].token_ids == other.samples[0].token_ids
+        assert one.samples[0].stats.drafted_rounds
 
 
 @pytest.mark.torch

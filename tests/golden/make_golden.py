@@ -110,6 +110,13 @@ FAMILIES |= {
     ),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", SHARED),
 }
+FAMILIES |= {
+    "gpt_oss": ("GptOssConfig", {**ENDS, "head_dim": 16, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 3,
+        "sliding_window": 5, "swiglu_limit": 0.9, "swiglu_alpha": 1.5, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "beta_fast": 4.0,
+        "beta_slow": 0.5, "truncate": False, "original_max_position_embeddings": 64}}),
+}  # fmt: skip
 LENGTHS, GREEDY = (12, 9), 24
 
 

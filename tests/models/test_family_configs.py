@@ -299,3 +299,30 @@ def test_a_published_hybrid_is_read_as_what_it_is_and_written_as_such(raw, exper
 def test_what_a_hybrid_does_not_compute_is_refused_by_name(change):
     with pytest.raises((CheckpointError, UnsupportedModelError), match=next(iter(change))):
         read(TEXT | change)
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+METHOD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+@pytest.mark.parametrize(("size", "layers", "experts"), [("20b", 24, 32), ("120b", 36, 128)])
+def test_a_published_gpt_oss_is_read_as_what_it_is_and_written_as_such(size, layers, experts):
+    raw = json.loads((SHAPES / f"gpt-oss-{size}" / "config.json").read_text())
+    cfg = read({**raw, "quantization_config": METHOD, "router_aux_loss_coef": 0.9})
+    sliding, full = cfg.layers[0].mixer, cfg.layers[1].mixer
+    assert [layer.mixer for layer in cfg.layers] == [sliding, full] * (layers // 2)
+    assert (sliding.window, full.window) == (128, None)
+    assert (full.sinks, full.qkv_bias, full.o_bias, full.head_dim) == (True, True, True, 64)
+    scaling = full.rope.scaling
+    assert (full.rope.theta, scaling.factor, scaling.truncate) == (150_000, 32, False)
+    assert scaling.magnitude == pytest.approx(1.3466, abs=1e-4)
+    [mlp] = {layer.mlp for layer in cfg.layers}
+    assert (mlp.num_experts, mlp.num_experts_per_tok, mlp.intermediate_size) == (experts, 4, 2880)
+    assert (mlp.router, mlp.biases, mlp.limit, mlp.alpha) == ("topk_softmax", True, 7.0, 1.702)
+    out = hf.config_json(cfg, False, "bfloat16")
+    assert read(out) == cfg and out["experts_per_token"] == 4
+    assert read({k: v for k, v in raw.items() if k not in ("rope_theta", "rope_scaling")}) == cfg
+    for wrong in ({"experts_per_token": 2}, {"num_experts": 64}, {"layer_types": KINDS}):
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=next(iter(wrong))):
+            read(raw | wrong)

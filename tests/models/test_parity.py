@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from bench.programs import change_dense
@@ -32,19 +33,21 @@ from specjax.models import transformer
 from specjax.models.families.dense import dense_config
 from specjax.models.mlps.dense import Dense
 from specjax.models.rope import Rope, RopeScaling
+from specjax.models.rows import param_axes
 from specjax.models.transformer import graphdef, unroll_layers
+from specjax.parallel.sharding import MeshConfig, ambient, make_mesh
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 # Families whose layers differ from Llama's; settings of their checkpoints are in make_golden.py.
 NEW = (
     "gemma2", "gemma3_text", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3",
-    "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "gpt_oss", "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 HYBRIDS = NEW[-3:]
 GOLDEN_CASES = (
     ("llama", "scanned"), ("qwen2", "unrolled"), ("qwen3", "looped"), ("mimo", "scanned"),
     ("qwen3_sliding", "scanned"), ("qwen3_sliding", "unrolled"),
-    *zip(NEW, ("scanned", "unrolled") * 7, strict=True),
+    *((family, ("scanned", "unrolled")[place % 2]) for place, family in enumerate(NEW)),
     *(
         pytest.param(*case, marks=pytest.mark.slow)  # each family, and each layout, is above
         for case in (
@@ -102,6 +105,23 @@ def test_logits_equal_the_golden_ones_of_transformers_full_and_in_a_cached_tree(
     np.testing.assert_allclose(decoded, golden["tree_logits"], atol=1e-4, rtol=0)
 
 
+def test_experts_with_biases_on_eight_devices_give_the_golden_logits():
+    golden = np.load(GOLDEN / "gpt_oss" / "golden.npz")
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tp=2))
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "gpt_oss", "float32", mesh)
+    tokens = np.tile(golden["tokens"], (2, 1))  # a row for each device of fsdp and expert
+    positions = np.arange(tokens.shape[1])[None].repeat(4, 0)
+
+    @jax.jit
+    def logits(params):
+        model = merged(cfg, params, "scanned")
+        return model.logits(model.hidden(tokens, positions, positions * 0 + 1).x)
+
+    with ambient(mesh):
+        found = logits(params)
+    np.testing.assert_allclose(found[0], golden["logits"][0], atol=1e-4)
+
+
 def test_golden_logits_depend_on_every_feature_that_they_are_meant_to_prove():
     golden = np.load(GOLDEN / "llama" / "golden.npz")
     cfg, params, _ = hf.load_checkpoint(GOLDEN / "llama", param_dtype="float32")
@@ -138,6 +158,15 @@ def in_mixtures(**fields):
         is_dense = isinstance(layer.mlp, Dense)
         mlp = layer.mlp if is_dense else dataclasses.replace(layer.mlp, **fields)
         return dataclasses.replace(layer, mlp=mlp)
+
+    return lambda cfg: cfg.replace(layers=tuple(map(one, cfg.layers)))
+
+
+def in_yarn(**fields):
+    def one(layer):
+        rope = layer.mixer.rope
+        rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, **fields))
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
 
     return lambda cfg: cfg.replace(layers=tuple(map(one, cfg.layers)))
 
@@ -179,6 +208,16 @@ FEATURES = {
     "RoPE of a quarter": ("qwen3_5_text", in_mixers(rope=Rope())),
     "offset of gated queries": ("qwen3_5_text", in_mixers(norm_offset=False)),
     "epsilon of gated norms": ("qwen3_5_text", in_mixers(norm_eps=1e-6)),
+    "bias of the output projection": ("gpt_oss", in_mixers(o_bias=False)),
+    "sinks": ("gpt_oss", in_mixers(sinks=False)),
+    "window of every other layer": ("gpt_oss", narrower),
+    "bounds of YaRN": ("gpt_oss", in_yarn(truncate=True)),
+    "magnitude of YaRN": ("gpt_oss", in_yarn(magnitude=1.0)),
+    "biases of experts": ("gpt_oss", in_mixtures(biases=False)),
+    "limit": ("gpt_oss", in_mixtures(limit=7.0)),
+    "alpha": ("gpt_oss", in_mixtures(alpha=1.0)),
+    "activation of experts": ("gpt_oss", in_mixtures(limit=None)),
+    "weights of the chosen": ("gpt_oss", in_mixtures(router="softmax", norm_topk_prob=False)),
     "taps of convolutions": ("qwen3_5_moe_text", in_mixers(conv_kernel=3)),
 }
 
@@ -189,7 +228,10 @@ def test_golden_logits_depend_on_each_feature_of_a_family(feature):
     golden = np.load(GOLDEN / family / "golden.npz")
     cfg, params, _ = hf.load_checkpoint(GOLDEN / family, param_dtype="float32")
     tokens, length = golden["tokens"][:1], golden["lengths"][:1]
-    model = merged(change(cfg).running(scan_layers=False), params, "looped")
+    changed, arrays = change(cfg).running(scan_layers=False), flatten_dict(params).items()
+    names = param_axes(changed)  # without a bias the model has no array for it
+    params = unflatten_dict({path: array for path, array in arrays if path[-1] in names})
+    model = merged(changed, params, "looped")
     found = model.logits(model.prefill(tokens, length).x)
     assert np.abs(found[0] - golden["logits"][0]).max() > 0.1
 
@@ -378,7 +420,7 @@ def random_transformers_model(name, **more):
             draw = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and "norm" in name
             parameter.copy_(one_of(model, name) + 0.1 * draw if is_norm else 0.3 * draw)
-            if name.endswith("o_proj.bias"):
+            if name.endswith("o_proj.bias") and config.model_type != "gpt_oss":
                 parameter.zero_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -690,12 +732,16 @@ def gradients_of(model):
     gradients = {name: np.zeros(b.shape) for name, b in model.named_buffers() if "e_score" in name}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradients |= of_files(name, parameter.grad.numpy())
+            gradient = parameter.grad.numpy()
+            one = model.config.model_type == "gpt_oss"  # experts are one tensor
+            gradients |= {name: gradient} if one else of_files(name, gradient)
     return gradients
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "qwen3_moe", "glm4_moe", *HYBRIDS])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "olmo3", "gpt_oss", "qwen3_moe", "glm4_moe", *HYBRIDS]
+)
 def test_gradients_are_those_of_torch(family, tmp_path):
     import torch
 

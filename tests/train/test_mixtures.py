@@ -6,7 +6,7 @@ import pytest
 import tiny_run
 from safetensors import safe_open
 
-from specjax.checkpoint.huggingface import load_checkpoint
+from specjax.checkpoint.huggingface import load_checkpoint, save_checkpoint
 from specjax.command_line import parse_config
 from train import rl
 from train.run.files import read_metrics
@@ -20,12 +20,26 @@ GLM = {
     "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 32,
+    "sliding_window": 6, "swiglu_limit": 1.0,
+}  # fmt: skip
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     return tiny_run.write_policy(tmp_path_factory.mktemp("mixture") / "policy", raw=MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """A policy whose experts are in MXFP4."""
+    path = tmp_path_factory.mktemp("gpt_oss")
+    exact = tiny_run.write_policy(path / "exact", raw=GPT_OSS)
+    cfg, params, head = load_checkpoint(exact, "float32")
+    save_checkpoint(path / "policy", cfg, params, head, exact, "mxfp4")
+    return path / "policy"
 
 
 def trainer_of(model, out, **changes):
@@ -130,21 +144,44 @@ def test_glms_head_is_trained_online_and_written_under_its_own_names(tmp_path):
     assert {f"model.layers.{cfg.num_layers}.{n}.weight" for n in ("eh_proj", "mlp.gate")} <= names
 
 
+@pytest.mark.slow
+def test_all_arrays_of_gpt_oss_learn_from_mxfp4_files_and_speculation_changes_no_bit(
+    gpt_oss, tmp_path
+):
+    learnt = []
+    for strategy in ("off", "2x2"):
+        changes = {"rollout.strategy": strategy, "rollout.invariant": "true"}
+        trainer = trainer_of(gpt_oss, tmp_path / strategy, **changes)
+        steps = [trainer.step() for _ in range(2)]
+        assert all(step[DIFFERENCE] < 1e-4 for step in steps)
+        learnt.append(jax.device_get(trainer.params))
+    jax.tree.map(np.testing.assert_array_equal, *learnt)
+    assert steps[-1]["rollout/spec_accept_length"] > 1
+    for stack, arrays in load_checkpoint(gpt_oss, "float32")[1]["layers"].items():
+        for name, array in arrays.items():
+            assert (learnt[0]["layers"][stack][name] != array).any(), name
+
+
 @pytest.mark.parametrize(
-    "axes",
+    ("model", "axes"),
     [
-        {"fsdp": 2, "expert": 2, "tp": 2},
-        pytest.param({"expert": 4, "cp": 2}, marks=pytest.mark.slow),
+        ("mixture", {"fsdp": 2, "expert": 2, "tp": 2}),
+        pytest.param("gpt_oss", {"fsdp": 2, "expert": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"expert": 4, "cp": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_mixture_learns_the_same_with_its_experts_on_eight_devices(mixture, tmp_path, axes):
+def test_a_mixture_learns_the_same_with_its_experts_on_eight_devices(
+    model, request, tmp_path, axes
+):
+    mixture = request.getfixturevalue(model)
     layouts = {"one": {}, "eight": {f"mesh.{axis}": ways for axis, ways in axes.items()}}
     steps = {}
     for name, layout in layouts.items():
         trainer = trainer_of(mixture, tmp_path / name, **{"packing.rows": 4, **layout})
         steps[name] = [trainer.step() for _ in range(2)], jax.device_get(trainer.params)
         if name == "eight":
-            stack = trainer.params["layers"]["experts_up"]
+            layers = trainer.params["layers"]
+            stack = layers.get("0_0", layers)["experts_up"]
             assert stack.sharding.shard_shape(stack.shape)[1] * axes["expert"] <= 8
     (one, params), (eight, others) = steps.values()
     for a, b in zip(one, eight, strict=True):

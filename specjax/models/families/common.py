@@ -17,7 +17,7 @@ from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place
 from specjax.models.rope import LinearScaling, LongScaling, Rope, RopeScaling, YarnScaling
 from specjax.models.rows import layer_rows, top_rows
-from specjax.weights import fp8
+from specjax.weights import fp8, mxfp4
 
 _THETA = 10_000.0  # of RoPE, the default
 # How each rescaling of frequencies is named in files, and fields that are named otherwise there.
@@ -63,7 +63,9 @@ def not_dense(keys: Keys, experts: Collection[str] = ()) -> list[str]:
     if keys.flag("mlp_bias", None):
         problems.append("mlp_bias true")
     for name in ("quantization_config", "compression_config"):
-        problems += [f"{name}: {problem}" for problem in fp8.problems(keys.within(name))]
+        method = keys.within(name)
+        if method.raw.get("quant_method") != mxfp4.METHOD:
+            problems += [f"{name}: {problem}" for problem in fp8.problems(method)]
     return problems
 
 

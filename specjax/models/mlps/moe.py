@@ -53,6 +53,12 @@ class Mixture:
         those by which they are weighted (DeepSeek-V3). No gradient reaches it.
       shared_size: width of the expert that all rows take; 0: there is none.
       shared_gate: whether that expert is multiplied by the sigmoid of a product of the row.
+      biases: whether the logits of the router, and the products of each expert, have biases
+        (gpt-oss).
+      limit: bound of what goes into the activation of an expert, which is then
+        (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -`limit`
+        and `limit` (gpt-oss); None: no bound, and `activation` says what it is.
+      alpha: see `limit`.
     """
 
     kind: ClassVar[str] = "mixture"
@@ -69,6 +75,9 @@ class Mixture:
     correction: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    biases: bool = False
+    limit: float | None = None
+    alpha: float = 1.702
 
     def __post_init__(self):
         choice("router", self.router, ROUTERS)
@@ -105,6 +114,14 @@ class Mixture:
             "experts_up": stack("up", (width, inner), Fused("experts_gate_up", 1)),
             "experts_down": stack("down", (inner, width)),
         }
+        if self.biases:
+            into = [Fused("experts_gate_up_bias", order) for order in (0, 1)]
+            rows |= {
+                "logit_bias": Param((count,), (None,), init=0),
+                "experts_gate_bias": Param((count, inner), ("expert", None), init=0, fused=into[0]),
+                "experts_up_bias": Param((count, inner), ("expert", None), init=0, fused=into[1]),
+                "experts_down_bias": Param((count, width), ("expert", None), init=0),
+            }
         if self.correction:
             rows["router_bias"] = Param(
                 (count,), (None,), Stored("mlp.gate.e_score_correction_bias"), init=0,
@@ -139,7 +156,7 @@ class Mixture:
         self, w: Params, x: Float[Array, "B T D"], where: Where, given: Array | None = None
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"], dict[str, Array] | None]:
         """Runs the mixture over rows, without the residual; records the experts of each row."""
-        logits = dot(x, w["router"], jnp.float32)
+        logits = self._logits(w, x)
         scores = ROUTERS[self.router](logits)
         ids = self.choose(self._corrected(w, scores))
         if given is not None:
@@ -160,13 +177,17 @@ class Mixture:
         figures = self._figures(logits, used, where) if where.form == "train" else None
         return out, ids.astype(self.record_dtype), figures
 
+    def _logits(self, w: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        logits = dot(x, w["router"], jnp.float32)
+        return logits + w["logit_bias"].astype(jnp.float32) if self.biases else logits
+
     def _corrected(self, w: Params, scores: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         scores = scores + w["router_bias"] if self.correction else scores
         return jax.lax.stop_gradient(scores)
 
     def scores(self, w: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
         """Returns scores by which `choose` chooses the experts of rows; logits where they do."""
-        logits = dot(x, w["router"], jnp.float32)
+        logits = self._logits(w, x)
         by_logits = self.n_group == 1 and not self.correction
         return self._corrected(w, logits if by_logits else ROUTERS[self.router](logits))
 
@@ -213,6 +234,8 @@ class Mixture:
                     name: jax.lax.all_gather(
                         a.astype(x.dtype), embed, axis=axes[name].index("expert_embed"), tiled=True
                     )
+                    if "expert_embed" in axes[name]
+                    else a
                     for name, a in stacks.items()
                 }
             if shared:
@@ -242,16 +265,28 @@ class Mixture:
 
         def product(rows: Array, name: str) -> Array:
             with jax.named_scope(name):
-                return experts(rows, stacks[name], chosen.sizes, kernel)
+                out = experts(rows, stacks[name], chosen.sizes, kernel)
+            return out + of_each(stacks[f"{name}_bias"].astype(out.dtype)) if self.biases else out
+
+        def of_each(biases: Array) -> Array:
+            """Returns the bias of each row's expert; a product, whose gradient is in any order."""
+            ends, place = jnp.cumsum(chosen.sizes), jnp.arange(len(rows))[:, None]
+            holds = (ends - chosen.sizes <= place) & (place < ends)
+            return holds.astype(biases.dtype) @ biases
 
         if "experts_gate_up" in stacks:
             gate, up = jnp.split(product(rows, "experts_gate_up"), 2, axis=-1)
         else:
             gate, up = product(rows, "experts_gate"), product(rows, "experts_up")
-        inner = ACTIVATIONS[self.activation](gate) * up
-        out = chosen.restore(product(inner, "experts_down"))
+        out = chosen.restore(product(self._activated(gate, up), "experts_down"))
         weights = weights.reshape(*out.shape[:-1], 1)
         return (out * weights).sum(1).astype(x.dtype).reshape(x.shape)
+
+    def _activated(self, gate: Array, up: Array) -> Array:
+        if self.limit is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
     def _figures(self, logits, ids, where: Where) -> dict[str, Array]:
         """Computes how evenly rows are spread over experts; see `Mlp.run`."""
