@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -380,7 +381,7 @@ def values(job: Job, kernels: tuple[str, ...]) -> None:
 # --- rounds --------------------------------------------------------------------------------------
 
 
-def plain(job: Job, batch: int, shape: str = "8B") -> None:
+def plain(job: Job, batch: int, shape: str = "8B", products: Any = "auto") -> None:
     """Measures plain steps with Triton's products or not, `ms/<layers>_layers/<context>/<arm>`, and
     their `share` of a copy's bandwidth: weights and caches are counted."""
     layers, contexts, rounds, repeats = LAYERS, (1024, 4096), 24, 9
@@ -389,7 +390,7 @@ def plain(job: Job, batch: int, shape: str = "8B") -> None:
     arms = {
         name: {"xla_gpu_enable_triton_gemm": name == "triton"} for name in ("triton", "no_triton")
     }
-    size = Size(shape, batch, max(contexts), rounds=rounds)
+    size = Size(shape, batch, max(contexts), rounds=rounds, products=products)
     chunks = {n: Chunk(job.place, size._replace(layers=n)) for n in layers}
     every = sum(tree_bytes(chunk.shapes) for chunk in chunks.values())
     programs = [
@@ -515,16 +516,29 @@ class Scripted:
         return Acceptance(tokens.astype(own.tokens.dtype), path, count.astype(own.count.dtype))
 
 
-def rounds(job: Job, batch: int, draft_vocab: int | None = None) -> None:
+def rounds(
+    job: Job,
+    batch: int,
+    draft_vocab: int | None = None,
+    shape: str = "8B",
+    context: int = 1024,
+    features: Mapping[str, bool] = MappingProxyType({}),
+    **more: Any,
+) -> None:
     """Measures speculative rounds against plain ones: `ms/..` of a round, `round_over_plain`, and
-    `speedup/<acceptance>` at the accept length that is expected of scripted drafts."""
-    shape, layers, strategy, context, count, repeats = "8B", LAYERS, "4_1_5", 1024, 24, 9
+    `speedup/<acceptance>` at the accept length that is expected of scripted drafts.
+
+    Args:
+      features: fields of `Features`.
+      more: further fields of `Size`.
+    """
+    layers, strategy, count, repeats = LAYERS, "4_1_5", 24, 9
     if job.small:
         shape, layers, strategy, context, count, repeats = "tiny", SMALL_LAYERS, "2_1_3", 32, 3, 3
         draft_vocab = draft_vocab and 32
     chunks: dict[str, Chunk] = {}
     for n in layers:
-        size = Size(shape, batch, context, n, rounds=count)
+        size = Size(shape, batch, context, n, rounds=count, features=Features(**features), **more)
         chunks[f"{n}/{OFF}"] = Chunk(job.place, size)
         spec = size._replace(strategy=strategy, draft_vocab=draft_vocab)
         chunks |= {f"{n}/{p}": Chunk(job.place, spec, Scripted(p)) for p in (0.6, 0.8)}
@@ -800,6 +814,22 @@ _ARMS = {
     "goodput": ["rollout.control.controller=goodput"],
 }
 _SUMS = {"run": ["--config", "configs/sums.yaml", "dtype.compute=float32"]}
+_OSS = {"shape": "gpt-oss-20b", "products": {"layers.*.experts_*": "mxfp4"}}
+_GREEDY = {"options": {"temperature": 0.0}, "features": {"sampled": False}}
+_TOP_P = {
+    "options": {"temperature": 0.7, "top_p": 0.9},
+    "features": {"sampled": True, "top_p": True},
+}
+_PENALTIES = {
+    "options": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+    "features": {"sampled": False, "penalties": True},
+}
+_PROTOCOL = (  # name, batches, settings
+    ("greedy", (1, 4, 8), {"context": 2048, **_GREEDY}),
+    ("top_p", (1, 4, 8), {"context": 2048, **_TOP_P}),
+    ("penalties", (1,), {"context": 2048, **_PENALTIES}),
+    ("long", (1,), {"context": 16_384, **_GREEDY}),
+)
 PARTS: tuple[Part, ...] = (
     _part("ceilings", "denominators of all shares", "ceilings", 60),
     _part("values/own", "are the Pallas kernels right", "values", kernels=("gpu", "triton")),
@@ -820,6 +850,13 @@ PARTS: tuple[Part, ...] = (
         batches=(1, 8, 32), **ENGINE,
     ),
     _part("identity/8B", "the same", "identity", shape="8B", batches=(1, 8), **ENGINE),
+    # gpt-oss-20b's shape as it is published, and the protocol of speculation on it.
+    *(_part(f"plain_oss/{n}", "bytes of MXFP4", "plain", batch=n, **_OSS) for n in (1, 8)),
+    *(
+        _part(f"round_oss_{name}/{n}", "speculation on gpt-oss", "rounds", batch=n, **_OSS, **more)
+        for name, sizes, more in _PROTOCOL
+        for n in sizes
+    ),
     _part("long_tail", "the controller", "long_tail", **ENGINE),
     _part("train.rl", "end to end", "training", 120, arms=_SUMS, **APART),
     _part("own_model", "a real model", "training", 480, arms=_ARMS, own=True, **APART),

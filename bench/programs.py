@@ -96,9 +96,10 @@ _SHAPES = {
 
 @functools.cache
 def shape_of(name: str) -> ModelConfig:
-    """Returns a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
-    if name == "8B":
-        cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
+    """Returns a model's shape: `8B`, `1.7B` are Qwen3's, `135M` SmolLM2's, or `gpt-oss-20b`."""
+    shipped = {"8B": "Qwen3-8B", "gpt-oss-20b": "gpt-oss-20b"}
+    if name in shipped:
+        cfg = read_config(find_shipped(f"assets/shapes/{shipped[name]}"))
         return cfg.running(param_dtype="bfloat16", compute_dtype="bfloat16")
     if name == "tiny":
         sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
@@ -110,7 +111,7 @@ def shape_of(name: str) -> ModelConfig:
 def config_of(shape: str, layers: int | None, max_len: int) -> ModelConfig:
     """Returns a shape with so many layers (None: its own), a head of one module, and room."""
     cfg = shape_of(shape)
-    kept = cfg.layers if layers is None else cfg.layers[:1] * layers
+    kept = cfg.layers if layers is None else (cfg.layers * layers)[:layers]
     longest = max(cfg.max_position, max_len)
     return cfg.replace(layers=kept, mtp_num_layers=1, max_position=longest)
 
@@ -152,7 +153,8 @@ def random_model(cfg: ModelConfig, seed: int) -> tuple[ModelConfig, Params, Para
 
 def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, context: int) -> int:
     """Returns the bytes of a policy forward over batch x rows tokens, `context` cached per sample:
-    weights (of the embedding a row per token), keys and values.
+    weights (of the embedding a row per token, of experts those that rows may choose), keys and
+    values.
 
     Args:
       params: parameters, or shapes, in the decode layout.
@@ -160,6 +162,11 @@ def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, conte
     embed = tree_bytes(params["embed"])
     weights = tree_bytes(params) - (embed if "lm_head" in params else 0)
     embedded = batch * rows * embed // cfg.vocab_size
+    for layer, arrays in zip(cfg.layers, params["layers"].values(), strict=True):
+        experts = {name: a for name, a in arrays.items() if name.startswith("experts_")}
+        if experts:
+            most = batch * rows * layer.mlp.num_experts_per_tok
+            weights -= int(tree_bytes(experts) * max(0, 1 - most / layer.mlp.num_experts))
     return weights + embedded + batch * cost(cfg, context + rows).page
 
 
@@ -336,6 +343,7 @@ class Size(NamedTuple):
       options: sampling options of all slots, by the names of `Options`.
       features: features of the chunk's program.
       draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
+      products: formats of matrices, as in `EngineConfig`.
     """
 
     shape: str
@@ -348,6 +356,7 @@ class Size(NamedTuple):
     options: Mapping[str, float] = MappingProxyType({"temperature": 1.0})
     features: Features = Features()
     draft_vocab: int | None = None
+    products: str | Mapping[str, str] = "auto"
 
 
 class Chunk:
@@ -372,7 +381,9 @@ class Chunk:
         longest = size.context + tokens + emits + 1
         cfg = config_of(size.shape, size.layers, longest)
         with place.seen():
-            config = EngineConfig(chunk_tokens=tokens, stretch=1, attention=size.attention)
+            config = EngineConfig(
+                chunk_tokens=tokens, stretch=1, attention=size.attention, products=size.products
+            )
             self.runner = Runner(cfg, spec, size.batch, longest, config=config)
         if rule is not None:
             accept_by(rule, self.runner)
