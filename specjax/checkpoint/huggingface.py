@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import gc
 import itertools
 import json
@@ -353,10 +352,15 @@ def _products_of(weights: Mapping[str, Any], leaves: list[Leaf]) -> Products:
 
 
 def _format_in(weights: Mapping[str, Any], leaf: Leaf) -> str:
-    """Returns the format in which the files hold a parameter."""
-    tensors = (weights[stored.name] for stored in leaf.pieces.values())
+    """Returns the format in which the files hold a parameter, if it is kept exactly."""
+    tensors = [weights[stored.name] for stored in leaf.pieces.values()]
     kinds = {getattr(tensor, "products", PLAIN) for tensor in tensors}
-    return kinds.pop() if len(kinds) == 1 else PLAIN
+    kind = kinds.pop() if len(kinds) == 1 else PLAIN
+    if kind != fp8.Matrix.products:
+        return kind  # MXFP4, which packing returns as it was
+    whole = all(s.transpose and s.part is None for s in leaf.pieces.values()) and not leaf.swap
+    group = FORMATS.find(kind).of_group  # of which new weights are made, too
+    return kind if whole and all(t.block == [group, group] for t in tensors) else PLAIN
 
 
 def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh, name: str) -> Any:
@@ -364,14 +368,14 @@ def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh
 
     fp8 matrices of files keep their values and scales. MXFP4 comes out as it is in files.
     """
-    pack = functools.partial(packed, table=leaf.row.table, name=name)
-    straight = all(s.transpose and s.part is None for s in leaf.pieces.values()) and not leaf.swap
-    if straight and name == fp8.Matrix.products == _format_in(weights, leaf):
+    kind = name, leaf.row.table, len(leaf.shape) > 2
+    if name == fp8.Matrix.products == _format_in(weights, leaf):
         return _as_published(weights, leaf, mesh)
     if mesh is not None:
-        weight = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, dtype))
+        weight = jax.eval_shape(lambda a: packed(a, *kind), jax.ShapeDtypeStruct(leaf.shape, dtype))
         targets = sharding.weight_shardings(mesh, weight, leaf.axes)
-        return jax.jit(pack, out_shardings=targets)(_placed(weights, leaf, dtype, mesh))
+        pack = jax.jit(packed, static_argnums=(1, 2, 3), out_shardings=targets)
+        return pack(_placed(weights, leaf, dtype, mesh), *kind)
     shape = leaf.shape
     axis = 1 if len(shape) == 2 and not leaf.row.table else 0  # experts, rows of a table, outputs
     count = _PACKED_BYTES // (math.prod(shape) // shape[axis] * dtype.itemsize)
@@ -381,19 +385,19 @@ def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh
         index = [slice(None)] * len(shape)
         index[axis] = slice(first, min(first + count, shape[axis]))
         piece = _read(weights, leaf, dtype, tuple(index))
-        parts.append(jax.device_get(_PACK(piece, leaf.row.table, name)))
+        parts.append(jax.device_get(_PACK(piece, *kind)))
     return jax.device_put(jax.tree.map(lambda *several: np.concatenate(several, axis), *parts))
 
 
-_PACK = jax.jit(packed, static_argnums=(1, 2))
+_PACK = jax.jit(packed, static_argnums=(1, 2, 3))
 
 
 def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh) -> Weight:
     """Builds one parameter of the values and scales of files."""
     tensors = {stored.name: weights[stored.name] for stored in leaf.pieces.values()}
-    height, width = next(iter(tensors.values())).block
+    kind = FORMATS.find(fp8.Matrix.products)
     *stack, inputs, outputs = leaf.shape
-    counts = *stack, -(-inputs // width), -(-outputs // height)
+    counts = *stack, -(-inputs // kind.of_group), -(-outputs // kind.outputs)
 
     def part(name: str, shape: tuple[int, ...], axes: tuple, dtype: str) -> jax.Array:
         row = dataclasses.replace(leaf.row, shape=shape, axes=axes)
@@ -401,8 +405,9 @@ def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh) -> Weight:
         return _placed(arrays, leaf._replace(row=row), jnp.dtype(dtype), mesh)
 
     def joined(values: jax.Array, scales: jax.Array) -> Weight:
-        scales = jnp.repeat(scales, height, axis=-1)[..., :outputs]
-        return FORMATS.find(fp8.Matrix.products)(values, scales, width, leaf.row.table)
+        scales = jnp.repeat(scales, kind.outputs, axis=-1)[..., :outputs]
+        weight = kind(values, scales, kind.of_group, leaf.row.table)
+        return weight.aligned() if stack else weight
 
     shapes = jax.ShapeDtypeStruct(leaf.shape, fp8.DTYPE), jax.ShapeDtypeStruct(counts, "float32")
     weight, axes, targets = jax.eval_shape(joined, *shapes), leaf.axes, None

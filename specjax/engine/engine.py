@@ -46,6 +46,7 @@ from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
+from specjax.weights.matrix import is_exact
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
 # Bounds of the time that a program takes, in units of the time to compile the plain program that
@@ -223,6 +224,10 @@ class Engine(BaseEngine):
             using += f" at first, of {', '.join(plans)}"
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
+        products = self.runner.cfg.run.products
+        if not is_exact(products):
+            pairs = [("*", products)] if isinstance(products, str) else products
+            using += f"; weights: {', '.join(map(' '.join, pairs))}"
         graphs = self.runner.executables.graphs.line
         return [f"Speculative decoding enabled: {enabled}", using, kernel, *filter(None, [graphs])]
 

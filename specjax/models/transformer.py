@@ -575,11 +575,20 @@ def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
     Args:
       params: parameters, stacked or as `split_layout` returns them.
     """
-    return to_format(_laid_out(params, cfg), cfg)
+    if is_exact(cfg.run.products):
+        return to_format(_laid_out(params, cfg), cfg)
+    # What is packed is not cast: it would be rounded twice, and held in full.
+    params = to_format(_unrolled_or_stacked(params, cfg), cfg)
+    return cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg))
 
 
 def _laid_out(params: Params, cfg: ModelConfig) -> Params:
-    params = cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg))
+    # Cast layer by layer: XLA would hold stacks that are cast, of which layers are slices, in full.
+    params = _unrolled_or_stacked(params, cfg)
+    return cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg))
+
+
+def _unrolled_or_stacked(params: Params, cfg: ModelConfig) -> Params:
     if 0 not in params.get("layers", ()):
         return params if cfg.run.scan_layers else unroll_layers(params, cfg)
     return stack_layers(params, cfg) if cfg.run.scan_layers else params

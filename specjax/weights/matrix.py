@@ -80,7 +80,7 @@ def format_of(products: Products, path: str) -> str:
 def is_exact(products: Products) -> bool:
     """Returns whether no format of the products rounds a number."""
     names = [products] if isinstance(products, str) else [name for _, name in products]
-    return all(FORMATS.find(name).exact for name in names)
+    return all(name == AUTO or FORMATS.find(name).exact for name in names)
 
 
 def of_draft(products: Products) -> Products:
@@ -381,7 +381,7 @@ def pack(
                 f"expected one format for {path} of all layers that are scanned together, got "
                 f"{', '.join(sorted(names))}; give them one, or set scan_layers to false"
             )
-        return packed(array, row.table, *names)
+        return packed(array, *names, row.table, len(row.shape) > 2)
 
     def walk(node: Any, rows: Any, path: tuple) -> Any:
         if isinstance(node, Mapping):
@@ -391,17 +391,24 @@ def pack(
     return walk(params, of, ())
 
 
-def packed(array: Float[Array, "*N I O"], table: bool, name: str) -> Matrix:
+def packed(
+    array: Float[Array, "*N I O"], name: str, table: bool = False, experts: bool = False
+) -> Matrix:
     """Converts a matrix, or a stack of them, to a format; it may stay an array, see `Weight.pack`.
 
     Args:
-      table: see `Weight.pack`.
       name: name of the format.
+      table: see `Weight.pack`.
+      experts: whether the last three axes are a stack for `experts`.
     """
     packing = lambda a: FORMATS.find(name).pack(a, table)  # noqa: E731
-    for _ in range(array.ndim - 2):  # axes of stacked layers and of experts
+    if experts:
         packing = jax.vmap(packing)
+    for _ in range(array.ndim - 2 - experts):  # of stacked layers, which XLA would hold in full
+        packing = functools.partial(jax.lax.map, packing)
     weight = packing(array)
+    if experts and hasattr(weight, "aligned"):
+        weight = weight.aligned()
     return array if weight is None else weight
 
 

@@ -37,6 +37,7 @@ from specjax.weights.matrix import dot
 
 GROUP, SQUARE = 32, 128  # inputs of one scale in formats of 4 bits and in `fp8_block`
 FP8_MOST = 448.0  # the largest value
+TILE = 32  # bytes of a column in a tile of TPUs
 
 
 def _static() -> Any:
@@ -137,7 +138,8 @@ class Packed:
     def part_axes(self, axes: tuple[str | None, ...]) -> Packed:
         *stack, rows, columns = axes
         size = self.shape[self._axis]
-        is_whole = self.group and size % self.group  # the last group is incomplete
+        groups = self.scales.shape[self._axis] * self.group * (2 if self.halves else 1)
+        is_whole = self.group and groups != size  # there is an incomplete group, or none
         inputs = None if is_whole else axes[self._axis]
         groups = (None, inputs) if self.halves else (inputs if self.group else None,)
         values, scales = (
@@ -213,6 +215,20 @@ class Packed:
         ]
         return sum(products)
 
+    def aligned(self) -> Packed:
+        """Fills up the scales of a stack to whole tiles of TPUs, unless they grow much.
+
+        TPUs otherwise store another axis than that of groups in tiles, and the kernel, which reads
+        one matrix, would get a copy of all scales.
+        """
+        *rest, groups, _ = self.scales.shape
+        more = -groups % (TILE // self.scales.dtype.itemsize) if self.group else 0
+        parts = 2 if self.halves else 1
+        if 8 * parts * more * self.scales.dtype.itemsize > self.values.shape[-2]:
+            return self
+        padding = [(0, 0)] * len(rest) + [(0, more), (0, 0)]
+        return dataclasses.replace(self, scales=jnp.pad(self.scales, padding))
+
     # --- in kernels ------------------------------------------------------------------------------
 
     def unpacked(self, codes: Array, factors: Sequence[Array]) -> list[Float[Array, "R O"]]:
@@ -269,7 +285,9 @@ def _of_groups(x: Float[Array, "A B"], size: int, axis: int) -> Float[Array, "A 
     padding[axis] = (0, count * size - x.shape[axis])
     shape = list(x.shape)
     shape[axis : axis + 1] = count, size
-    return jnp.pad(x, padding).reshape(shape).max(axis + 1)
+    groups = jnp.pad(x, padding).reshape(shape)
+    # On CPU the maximum passes over NaN.
+    return jnp.where(jnp.isnan(groups).any(axis + 1), jnp.nan, groups.max(axis + 1))
 
 
 def _spread(x: Float[Array, "..."], size: int, axis: int, count: int) -> Float[Array, "..."]:
@@ -291,7 +309,9 @@ def _float_of(codes: Array, exponent: int, mantissa: int) -> Float[Array, "..."]
 
 
 def _ratio(most: Float[Array, "..."], largest: float) -> Float[Array, "..."]:
-    return jnp.where(most == 0, 1.0, most / largest)  # a NaN stays
+    """Returns scales; 1 where they would be numbers that devices take for zero."""
+    scale = most / largest
+    return jnp.where(scale < jnp.finfo(scale.dtype).tiny, 1.0, scale)  # a NaN stays
 
 
 @jax.tree_util.register_dataclass
