@@ -5,7 +5,11 @@
     schedule    steps that wait for all samples, and over-sampling with partial rollouts
     gaps        draft training after rollouts, and in the gaps of two replicas of one thread each
     objectives  the presets grpo, dr_grpo, gspo and cispo
+    products    rollouts of packed weights beside a trainer in full precision: mismatch and reward
     losses      heads trained before RL by `train.draft` with each loss: accept length
+    mxfp4_heads, int4_heads
+                heads trained on the states of the full policy, and of the packed one, which both
+                draft for: accept length
     rl, draft   arms of your own of `train.rl` and `train.draft`
 
 Settings are those of the program, for all arms. An arm of your own is `--arm NAME key=value ..`,
@@ -29,13 +33,15 @@ Writes `rl_<COMPARISON>.json`, `.jsonl` (a record per seed, step and arm) and `.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -61,6 +67,8 @@ METRICS = {
     "accept_length": "rollout/spec_accept_length",
     "draft_loss": "train/mtp_loss",
     "entropy": "train/entropy",
+    "mismatch": "train/train_rollout_logprob_abs_diff",
+    "mismatch_kl": "train/train_rollout_kl",
     "rate": "rollout/tokens_per_sec",
     "longest_rate": "rollout/longest_sample_tokens_per_sec",
     "rollout_seconds": "time/rollout",
@@ -77,6 +85,7 @@ PANELS = {
     "accept_length/temperature_1": "Held-out accept length at temperature 1",
     "reward": "Reward of samples",
     "heldout_reward": "Held-out reward",
+    "mismatch": "|log-probability| of rollout - trainer",
     "rate": "Rollout, tokens/s",
     BOTH: "Seconds of rollout and draft training",
 }
@@ -94,6 +103,8 @@ class Comparison(NamedTuple):
       ratios: pairs of arms whose times are compared.
       seeds: number of runs of each arm.
       devices: number of simulated devices of one thread each; 0: those that are there.
+      drafts_for: products of the policy that heads of all arms draft for, where they are measured;
+        None: those of the arm.
     """
 
     arms: Mapping[str, Sequence[str]]
@@ -104,8 +115,10 @@ class Comparison(NamedTuple):
     seeds: int = 1
     program: str = "rl"
     devices: int = 0
+    drafts_for: str | None = None
 
 
+TIS = "algo.tis=true"
 FROM_NOTHING = ("draft.optim.lr=3e-3", "draft.epochs=6", "draft.max_microbatches=0")
 COMPARISONS = {
     "drafts": Comparison(
@@ -138,9 +151,29 @@ COMPARISONS = {
         devices=2,
     ),
     "objectives": Comparison(
-        {name: [f"algo={name}"] for name in ("grpo", "dr_grpo", "gspo", "cispo")},
+        {
+            name: [f"algo={name}", "rollout.strategy=off"]
+            for name in ("grpo", "dr_grpo", "gspo", "cispo")
+        },
         "configs/sums.yaml",
-        ["steps=10", "algo.updates_per_rollout=2", "rollout.strategy=off", "eval.problems=256"],
+        ["steps=10", "algo.updates_per_rollout=2", "eval.problems=256"],
+        seeds=3,
+    ),
+    "products": Comparison(
+        {
+            "full": [TIS],
+            **{name: [TIS, f"rollout.products={name}"] for name in ("int8", "fp8", "mxfp4")},
+            "mxfp4_without_tis": ["rollout.products=mxfp4"],
+        },
+        "configs/sums.yaml",
+        [
+            "steps=8",
+            "rollout.prompts=8",
+            "rollout.max_batch=8",
+            "packing.rows=4",
+            "eval.problems=256",
+        ],
+        ratios=[("mxfp4", "full"), ("mxfp4", "mxfp4_without_tis")],
         seeds=3,
     ),
     "losses": Comparison(
@@ -149,6 +182,17 @@ COMPARISONS = {
         ["kind=mtp", "export=none"],
         program="draft",
     ),
+    **{
+        f"{name}_heads": Comparison(
+            {"full": [], "packed": [f"products={name}"]},
+            "configs/draft.yaml",
+            ["kind=mtp", "export=none"],
+            seeds=3,
+            program="draft",
+            drafts_for=name,
+        )
+        for name in ("mxfp4", "int4")
+    },
     "rl": Comparison({}),
     "draft": Comparison({}, program="draft"),
 }
@@ -176,13 +220,13 @@ class Run(NamedTuple):
         return {"arm": self.arm, "seed": self.seed, "step": step, **values}
 
 
-def run_rl(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], None]) -> None:
+def run_rl(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict], None]) -> None:
     """Runs `train.rl` of all arms with one seed, step by step in turns.
 
     Args:
       write: takes a record for each step and arm, and of evaluations before and at the end.
     """
-    trainers = {run.arm: Trainer(run.cfg) for run in runs}
+    trainers, equal = {run.arm: Trainer(run.cfg) for run in runs}, comparison.equal
     first, steps = next(iter(trainers.values())), runs[0].cfg.steps
     for run in runs:
         if equal:  # one compiled update of the policy serves all
@@ -203,11 +247,12 @@ def run_rl(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], No
         write(run.record(step + 1, found))
 
 
-def run_draft(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], None]) -> None:
+def run_draft(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict], None]) -> None:
     """Runs `train.draft` of all arms with one seed, one after the other; a run is continued."""
     for run in runs:
         out = Path(run.cfg.out)
-        draft.train(run.cfg, resume=(out / draft.SAMPLES).exists())
+        with _measured_on(comparison.drafts_for):
+            draft.train(run.cfg, resume=(out / draft.SAMPLES).exists())
         curve = json.loads((out / draft_curve.FILE).read_text())
         for point in curve["points"]:
             found = {"tokens": point["tokens"]}
@@ -215,6 +260,20 @@ def run_draft(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict],
                 found[f"accept_length/temperature_{at}"] = length
                 found[f"ngram/temperature_{at}"] = curve["ngram"][at]
             write(run.record(point["step"], found))
+
+
+@contextlib.contextmanager
+def _measured_on(products: str | None) -> Iterator[None]:
+    """Within it held-out prompts are decoded by the policy in a number format; None: as trained."""
+    engine = draft.HeadTrainer.engine
+
+    def made(self, spec, source, batch):
+        used = self.cfg.products if spec is None or products is None else products
+        with mock.patch.object(self.cfg, "products", used):
+            return engine(self, spec, source, batch)
+
+    with mock.patch.object(draft.HeadTrainer, "engine", made):
+        yield
 
 
 PROGRAMS = {"rl": (RLConfig, run_rl), "draft": (DraftRunConfig, run_draft)}
@@ -365,7 +424,7 @@ def run(args: argparse.Namespace, comparison: Comparison, settings: Sequence[str
 
         for number in range(args.seeds or comparison.seeds):
             runs = runs_of(comparison, args.config, settings, number, Path("runs", name))
-            PROGRAMS[comparison.program][1](runs, comparison.equal, write)
+            PROGRAMS[comparison.program][1](runs, comparison, write)
     figures = figures_of(records, comparison, args.untimed)
     said = values_of(runs[0].cfg) | {"arms": comparison.arms, "untimed": args.untimed}
     write_result(name, said | {"model": Path(runs[0].cfg.model).name}, figures, path)

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -117,7 +118,8 @@ def _load(cfg: ServeConfig) -> LLM:
     llm = load_llm(cfg)
     for note in llm.notes:
         log.info("%s", note)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
+    matrices = jax.tree.leaves(llm.params, is_leaf=lambda leaf: hasattr(leaf, "dot_t"))
+    weights = sum(math.prod(matrix.shape) for matrix in matrices)
     log.info("loaded %.4g M weights in %.1f s", weights / 1e6, time.perf_counter() - began)
     if line := describe_defaults(llm.generation, "generation_config=none"):
         log.info(line)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError
@@ -16,9 +17,9 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint import weights
 from specjax.engine.sources import differing_setting, load_head, require_same_draft
-from specjax.models.transformer import Params
-from specjax.parallel.copies import checksum
+from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import with_tokenizer_end
+from specjax.weights.matrix import PLAIN, Matrix, Products, is_exact, unpack
 
 ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
 # Fields of ModelConfig that may differ between served and new weights: they say how this program
@@ -65,7 +66,11 @@ class Admin:
         takes_head = llm.spec is not None and llm.drafting.with_head
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
-        policy, found = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
+        settled = llm.engine.runner.cfg.run.products
+        products = PLAIN if is_exact(settled) else settled
+        policy, found = read_weights(
+            Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer, products
+        )
         head = None if found is None else found.params
         if alone and head is None:
             raise ValueError("it holds no draft head; expected one")
@@ -80,9 +85,8 @@ class Admin:
             head = weights.cast_floats(head, dtype, llm.source.network)
         if alone:
             return None, head
-        policy = weights.fitted_to(llm.params, policy, "the policy")
-        policy = weights.cast_floats(policy, dtype, llm.cfg)
-        if not checksum(policy, dtype).finite:
+        matrices = jax.tree.leaves(policy, is_leaf=lambda leaf: hasattr(leaf, "dot_t"))
+        if not all(map(_is_finite, matrices)):
             raise ValueError("the policy's weights are not finite; it could generate nothing")
         return policy, head
 
@@ -147,6 +151,7 @@ def read_weights(
     head_alone: bool,
     step: int | None,
     tokenizer=None,
+    products: Products = PLAIN,
 ) -> tuple[Params | None, weights.Head | None]:
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
@@ -156,6 +161,7 @@ def read_weights(
       head_alone: whether to read the draft head only.
       step: step of a training run; None: the newest.
       tokenizer: tokenizer of the served model, whose end-of-sequence token `cfg` includes.
+      products: formats of the policy's matrices, which a run's stay arrays for.
 
     Returns:
       (policy, head); None for a part that is absent or not asked for.
@@ -171,7 +177,9 @@ def read_weights(
         if head_alone:
             return None, load_head(str(path), cfg)[1]
         dtype = cfg.run.param_dtype
-        new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
+        new, policy, params = hf.load_checkpoint(
+            path, dtype, mtp_concat=cfg.mtp_concat, products=products
+        )
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)
         if not params:
             return policy, weights.head_beside(path, new)
@@ -181,10 +189,19 @@ def read_weights(
     if "config" in meta:
         new = with_tokenizer_end(weights.config_in(path, meta), tokenizer)
         _require_same(new, cfg, source is not None and source.in_policy)
+    if policy is not None:
+        shapes = jax.eval_shape(lambda: init_params(cfg))
+        policy = weights.fitted_to(shapes, policy, "the policy")
+        policy = weights.cast_floats(policy, cfg.run.param_dtype, cfg)
     if params is None:
         return policy, None
     shapes = weights.head_shapes_of(source)
     return policy, weights.Head(source, weights.fitted_to(shapes, params, "the draft head"))
+
+
+@jax.jit
+def _is_finite(matrix: Matrix) -> jax.Array:
+    return jnp.isfinite(unpack(matrix)).all()
 
 
 def weights_info(llm: LLM) -> dict:

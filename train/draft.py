@@ -40,6 +40,7 @@ from specjax.checkpoint.weights import (
 from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
+from specjax.drafts.alignment import align
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LEAST
@@ -47,12 +48,13 @@ from specjax.engine.request import make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
 from specjax.hub import portable
 from specjax.interfaces import Draft
-from specjax.models.transformer import Params, laid_out
+from specjax.models.transformer import Params, laid_out, rounded
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
-from specjax.settings import fingerprint
+from specjax.settings import fingerprint, values_of
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
+from specjax.weights.matrix import is_exact
 from train.cli import run_program
 from train.data import rows
 from train.data.checks import (
@@ -151,6 +153,12 @@ class HeadTrainer:
             longest = max(longest, cfg.packing.row_length)
         model, self.longest = model.for_length(longest), longest
         self.model = with_tokenizer_end(model, self.tokenizer)
+        if not is_exact(cfg.products):
+            self._full = self.params if cfg.align else None
+            try:
+                self.params = rounded(self.params, self.model.running(products=cfg.products))
+            except ValueError as error:
+                raise ConfigError(f"products: {error}") from error
         # What is wrong with them is said before the policy answers prompts.
         always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)
         self._given_head = head_to_go_on_with(cfg, self.model)
@@ -262,8 +270,10 @@ class HeadTrainer:
         # Updates give the memory of the head's arrays away: no second name keeps them.
         given, self._given_head = self._given_head, None
         source, self.head = given or start_head(cfg, model, self.params, ids)
-        self.source = source.for_length(self.longest)
         del given
+        if cfg.align:
+            source, self.head = self._aligned(source)
+        self.source = source.for_length(self.longest)
         size = sum(a.size for a in jax.tree.leaves(self.head))
         begins = "a new one" if cfg.init is None else f"from init={cfg.init}"
         say(f"head: {cfg.kind}, {begins}, {size / 1e6:.2f} M parameters")
@@ -279,6 +289,18 @@ class HeadTrainer:
         self._room = cfg.cache_bytes if cfg.states == "cache" else 0
         self._states: dict[int, np.ndarray] = {}  # those that are kept, by micro-batch
         self._begin_evaluation()
+
+    def _aligned(self, source: Draft) -> tuple[Draft, Params]:
+        """Aligns the head with the rounded weights of the policy, on all samples."""
+        cfg, full = self.cfg, self._full
+        self._full = None  # its memory
+        how = cfg.methods, cfg.rollout.temperature, cfg.draft.unroll_steps
+        try:
+            found = align(source, self.head, self.model, full, self.params, self.batches, *how)
+        except ValueError as error:
+            raise ConfigError(f"align: {error}") from error
+        say(f"head: aligned with the rounded weights by {', '.join(cfg.methods)}")
+        return found
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -316,7 +338,8 @@ class HeadTrainer:
           ConfigError: settings do not fit the policy.
         """
         roll = self.cfg.rollout
-        config = EngineConfig(attention=self.cfg.attention)
+        # The engine packs the rounded weights again, to the same but for last bits of scales.
+        config = EngineConfig(attention=self.cfg.attention, products=self.cfg.products)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),
@@ -356,6 +379,7 @@ class HeadTrainer:
                 "model": Path(self.named).name,
                 "kind": cfg.kind,
                 "loss": cfg.draft.loss,
+                "products": values_of(cfg)["products"],
                 "strategy": cfg.eval.strategy,
                 "seed": cfg.eval.seed,
                 "temperature": cfg.rollout.temperature,
@@ -420,6 +444,10 @@ class HeadTrainer:
         ignored += "save_every", "keep_last", "log_every", "export", "export_dtype", "attention"
         settings = fingerprint(cfg, (*ignored, "logprob_chunk_size"))
         settings["model"] = portable(settings["model"])
+        if is_exact(cfg.products):
+            settings.pop("products")
+        if cfg.align is None:
+            settings.pop("align")
         # The points of one curve are comparable, and held-out texts are not trained on.
         settings["eval"] = {n: getattr(cfg.eval, n) for n in ("problems", "strategy", "seed")}
         return settings

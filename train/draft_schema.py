@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 from specjax.config import SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO
 from specjax.config.sampling import SEED_RANGE, is_seed
+from specjax.drafts.alignment import METHODS
 from specjax.hub import portable
 from specjax.parallel.sharding import MeshConfig
 from specjax.settings import option, values_of
+from specjax.weights.matrix import check_products, is_exact
 from train.heads.training import DraftConfig
 from train.rollout_schema import SamplingSection
 from train.schema import Common, DataConfig, LogSection, PackingSection
@@ -140,6 +142,11 @@ class DraftRunConfig(Common):
       export_dtype: dtype of the exported head.
       dtype: dtype of the policy's weights and of all arithmetic; auto: the checkpoint's on GPU and
         TPU (bfloat16 for one in float16), float32 on CPU. The head's weights are float32.
+      products: number formats of the policy's matrices, as in rollout.products of train.rl: samples
+        and states are those of the policy with the weights that they keep.
+      align: how a head of `init` is first aligned with packed weights, without updates: some of
+        norm, scales and temperature with commas between, see `specjax.drafts.alignment`. With
+        steps=0 the aligned head is what is written.
       log: what the run shows.
     """
 
@@ -182,9 +189,16 @@ class DraftRunConfig(Common):
         "bfloat16", choices=("float32", "bfloat16"), needs="export=speculators"
     )
     dtype: str = option(AUTO, choices=(AUTO, "float32", "bfloat16"))
+    products: Any = option(AUTO, kind=str | dict[str, str])
+    align: str | None = option(None, needs=("init", "rounds"))
     log: LogSection = option(LogSection)
 
     def __post_init__(self):
+        self.products = check_products(self.products)
+        if unknown := set(self.methods) - set(METHODS):
+            raise ValueError(
+                f"align: expected some of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}"
+            )
         if self.data.texts is not None and self.data.overlong_prompts == "truncate":
             raise ValueError(
                 "data.overlong_prompts=truncate cuts prompts that are answered, and the "
@@ -210,6 +224,16 @@ class DraftRunConfig(Common):
         return self.steps is not None or self.epochs > 1
 
     @property
+    def rounds(self) -> bool:
+        """Formats that round weights, by products."""
+        return not is_exact(self.products)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods of `align`."""
+        return tuple(self.align.split(",")) if self.align else ()
+
+    @property
     def strategy(self) -> Strategy:
         """The strategy of evaluation."""
         return SpecConfig(strategy=self.eval.strategy).resolve()
@@ -218,5 +242,7 @@ class DraftRunConfig(Common):
         """The settings that decide samples, for the file beside them."""
         values = values_of(self)
         sampled = {name: values[name] for name in ("model", "revision", "seed", "data", "rollout")}
+        if not is_exact(self.products):
+            sampled["products"] = values["products"]
         # The caches of machines lie in different places.
         return sampled | {"model": portable(self.model)}

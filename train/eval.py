@@ -133,9 +133,9 @@ def run(cfg: EvalConfig) -> dict[str, float]:
                 decoder, drafting.spec, loaded.head, tokenizer, mesh, loaded.policy
             )
         engine = join_engines(evaluation_engines(cfg, decoder, source, places), None)
+        engine.set_params(loaded.policy, weights if engine.spec else None)
     except (ValueError, OSError) as error:
         raise ConfigError(named_in(SECTIONS, error)) from error
-    engine.set_params(loaded.policy, weights if engine.spec else None)
     for line in engine.engines[0].start_lines():
         say(line)
     features = chunk_features(cfg, model, evaluating=True)

@@ -223,13 +223,17 @@ def nothing_learnt(cfg: RLConfig) -> str | None:
 
 
 PATIENCE = 3  # steps without gain before the warning about speculation: a head may learn
+# Divergence of rollouts from the trainer's policy, in entropies: packed policies of assets/ reach
+# 0.005, and with the scale of a matrix of one layer doubled 0.01 to 0.3.
+MISMATCH, LEAST_ENTROPY = 0.01, 0.1
 
 
 class StepWarnings:
-    """Warns about speculation without gain, and rewards or training without effect."""
+    """Warns about speculation without gain, rewards or training without effect, and mismatch."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._flat, self._zero_shown = trainer, 0, False
+        self._mismatch_shown = False
 
     def of(self, metrics: dict[str, float]) -> Iterator[str]:
         """Yields the warnings about the last step, from its metrics."""
@@ -241,6 +245,17 @@ class StepWarnings:
                     f"accept length has been {length:.2f} for {self._flat} steps: speculation only "
                     "costs time; is the draft the one that belongs to this policy?"
                 )
+        kl, entropy = metrics.get("train/train_rollout_kl", 0.0), -metrics["rollout/logprob_mean"]
+        if kl > MISMATCH * max(entropy, LEAST_ENTROPY) and not self._mismatch_shown:
+            self._mismatch_shown = True
+            yield (
+                "rollouts come from another policy than the one that is trained: they diverge by "
+                f"{kl:.3g} nats a token (train/train_rollout_kl), more than {MISMATCH:.0%} of "
+                f"their entropy, {entropy:.3g}. If rollout.products or rollout.dtype rounds "
+                "weights, give them a finer format, or keep some matrices by a pattern such as "
+                "'lm_head: xla'. If this stays with rollout.products=xla, rollout.dtype=float32 "
+                "and attention=reference, it is a bug"
+            )
         rollouts = trainer.rollouts
         if rollouts.zero is not None and not self._zero_shown:
             self._zero_shown = True

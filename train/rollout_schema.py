@@ -10,6 +10,7 @@ from specjax.config.sampling import Sampling
 from specjax.control.config import Speculation
 from specjax.engine.settings import EngineConfig, strategies_of
 from specjax.settings import option, part
+from specjax.weights.matrix import is_exact
 
 # Settings other than the temperature that change the distribution.
 FILTERS = ("top_k", "top_p", "min_p")  # without effect at temperature 0
@@ -155,7 +156,8 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     def may_change(self) -> tuple[str, ...]:
         """Settings that a resumed run may change without changing the result of training."""
         if not self.invariant:
-            return ("telemetry", "exact_mode", *PLACEMENT, *ENGINE_SETTINGS)
+            names = ("telemetry", "exact_mode", *PLACEMENT, *ENGINE_SETTINGS)
+            return tuple(name for name in names if name != "products" or is_exact(self.products))
         # Bits are those of one program: what it is compiled for must stay.
         fixed = ("order", "exact_mode")
         return (*fixed, "replicas") if self.own_devices else fixed

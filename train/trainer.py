@@ -196,7 +196,10 @@ class Trainer:
             self._shares_programs = all([engine.share_programs(roll) for engine, roll in pairs])
             self.eval_engine = join_engines(built.eval_engines, self.copies)
         self._build_spot(built.replica_drafts)
-        self.sync_weights()
+        try:
+            self.sync_weights()
+        except ValueError as error:  # a matrix does not fit its format
+            raise ConfigError(named_in(SECTIONS, error)) from error
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
         """Makes spot training of the head, if it is used."""

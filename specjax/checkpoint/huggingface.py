@@ -346,9 +346,17 @@ def _dotted(leaf: Leaf) -> str:
 
 def _products_of(weights: Mapping[str, Any], leaves: list[Leaf]) -> Products:
     """Returns the formats of the matrices of files, where some are packed; else `PLAIN`."""
-    matrices = (leaf for leaf in leaves if leaf.row.matrix or leaf.row.table)
-    kinds = {_dotted(leaf): _format_in(weights, leaf) for leaf in matrices}
-    return tuple((path, kind) for path, kind in kinds.items() if kind != PLAIN) or PLAIN
+    kinds: dict[str, dict[str, str]] = {}  # by the pattern of layers, and the path
+    for leaf in leaves:
+        if leaf.row.matrix or leaf.row.table:
+            *inside, name = leaf.path
+            pattern = f"layers.*.{name}" if inside else name
+            kinds.setdefault(pattern, {})[_dotted(leaf)] = _format_in(weights, leaf)
+    pairs: list[tuple[str, str]] = []
+    for pattern, of_paths in kinds.items():
+        alike = len({*of_paths.values()}) == 1
+        pairs += [(pattern, *{*of_paths.values()})] if alike else of_paths.items()
+    return tuple(pair for pair in pairs if pair[1] != PLAIN) or PLAIN
 
 
 def _format_in(weights: Mapping[str, Any], leaf: Leaf) -> str:

@@ -23,6 +23,12 @@ def compare(policy, out, *arms):
     return found
 
 
+@pytest.mark.parametrize("name", rl.COMPARISONS)
+def test_all_arms_have_settings_with_effect(name, tmp_path):
+    found = rl.COMPARISONS[name]
+    rl.runs_of(found, found.config, found.settings, 0, tmp_path)
+
+
 @pytest.mark.slow
 def test_arms_have_the_same_tokens_rewards_and_policy(thin_policy, tmp_path):
     found = compare(thin_policy, tmp_path, "none", "online")

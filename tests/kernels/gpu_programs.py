@@ -27,7 +27,7 @@ from compiled import (
     update_figures,
 )
 from jax.experimental import topologies
-from tpu_programs import MIXTURES, MODEL, of_experts
+from tpu_programs import MIXTURES, MODEL, PACKED, of_experts, of_weights
 
 from bench.programs import (
     Ahead,
@@ -235,10 +235,21 @@ def of_mixture(name: str) -> dict:
     return {"temporaries": temporaries, **of_experts(program.as_text())}
 
 
+def of_packed(name: str) -> dict:
+    """What became of a product by packed weights."""
+    lowered = PACKED[name](mesh_over(described(1)))
+    compiled = lowered.compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return {"temporaries": temporaries, **of_weights(lowered, compiled)}
+
+
+OTHERS = {**dict.fromkeys(UPDATES, of_update), **dict.fromkeys(MIXTURES, of_mixture)}
+OTHERS |= dict.fromkeys(PACKED, of_packed)
+
+
 def main(*names: str) -> None:
     for name in names:
-        of = of_update if name in UPDATES else of_mixture if name in MIXTURES else of_engine
-        found = of(name)
+        found = OTHERS.get(name, of_engine)(name)
         print(json.dumps({"program": name, **found}), flush=True)
 
 

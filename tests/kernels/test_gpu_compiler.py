@@ -13,8 +13,8 @@ import jax
 import other_python
 import pytest
 from gpu_programs import PROGRAMS, UPDATES, engine_of, traced
-from test_tpu_compiler import check_mixtures
-from tpu_programs import MIXTURES
+from test_tpu_compiler import check_mixtures, check_packed
+from tpu_programs import MIXTURES, PACKED
 
 from bench.programs import change_dense
 
@@ -155,3 +155,6 @@ class TestCompiled:
         # 320 rows of 128 groups, and rows of none, in blocks of 16.
         assert found["mixture"]["blocks"] == 320 // 16 + 129
         assert found["mixture update"]["kernels"] == {"experts": 6, "experts_outer": 3}
+
+    def test_no_product_copies_its_packed_weights(self):
+        check_packed(compiled(*PACKED))

@@ -15,7 +15,7 @@ import other_python
 import pytest
 import tpu_programs
 from sum_windows import SUM
-from tpu_programs import MIXTURE, MIXTURES, SPARSE
+from tpu_programs import MIXTURE, MIXTURES, PACKED, SPARSE
 
 PLAN = other_python.ROOT / ".venv-plan" / "bin" / "python"
 PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", PLAN))
@@ -44,7 +44,9 @@ def compiled(topology: str, *names: str) -> dict[str, dict]:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *PRODUCTS[1:], *TRAINING, *MIXTURES, WIDE[0]])
+@pytest.mark.parametrize(
+    "name", [*ROLLOUT[-2:], *PRODUCTS[1:], *TRAINING, *MIXTURES, [*PACKED][-1], WIDE[0]]
+)
 def test_the_programs_that_it_is_given_can_be_lowered(name):
     """Here for the CPU, so that the slow test below does not fall behind the code unseen."""
     mesh = tpu_programs.mesh_over(jax.devices()[:4])
@@ -116,6 +118,28 @@ def test_mixtures_multiply_by_the_matrices_that_rows_chose():
     found = compiled("v5e:2x2", *MIXTURES)
     check_mixtures(found, chips=4)
     assert found["mixture update"]["kernels"] == {"ragged-dot-none": 3, "gmm": 3, "tgmm": 3}
+
+
+def check_packed(found: dict[str, dict]) -> None:
+    """No product copies values; the scales of int4, a ninth of the bytes, may be copied.
+
+    Args:
+      found: temporaries and `tpu_programs.of_weights` of each of `PACKED`.
+    """
+    assert set(found) == set(PACKED)
+    packed = {name: program for name, program in found.items() if "xla" not in name}
+    copied = {name: p for name, p in packed.items() if p["temporaries"] > p["weights"] / 8}
+    assert not copied
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_products_by_packed_weights_read_little_more_than_their_bytes():
+    found = compiled("v5e:2x2", *PACKED)
+    check_packed(found)
+    full = found["xla matrix"]["weights"]
+    for name in ("int8 matrix", "fp8 matrix"):  # those by kernels are not counted
+        assert found[name]["bytes"] < 0.55 * full < found["xla matrix"]["bytes"]
 
 
 def measured(topology: str, name: str) -> dict[str, float]:

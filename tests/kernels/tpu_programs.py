@@ -40,6 +40,7 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
+from specjax.weights import matrix
 from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
@@ -252,6 +253,25 @@ def of_experts(text: str) -> dict:
     }
 
 
+def of_packed(mesh, name: str, shape: tuple[int, ...]):
+    """Products of 32 sorted rows by packed experts [E I O], or of eight rows by a matrix [I O]."""
+    mesh, experts = mesh_over(mesh.devices.flat[:1]), len(shape) > 2
+    array = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    weight = jax.eval_shape(lambda a: matrix.packed(a, name, False, experts), array)
+    x = jax.ShapeDtypeStruct((32 if experts else 8, shape[-2]), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    product = matrix.experts if experts else lambda x, weight, _: matrix.dot(x, weight)
+    where = lambda mesh, tree: jax.tree.map(lambda _: whole(mesh), tree)  # noqa: E731
+    return jax.jit(product).lower(*(on_mesh(mesh, one, where) for one in (x, weight, sizes)))
+
+
+def of_weights(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> dict:
+    """Bytes of the weights of a product, and of all that it reads and writes."""
+    _, weight, _ = lowered.in_avals[0]
+    size = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(weight))
+    return {"weights": size, "bytes": (compiled.cost_analysis() or {}).get("bytes accessed")}
+
+
 def split_rows(mesh) -> jax.stages.Lowered:
     """Attention of rows that are split over four devices, and its gradients."""
     config = MeshConfig(cp=4)
@@ -276,6 +296,12 @@ MIXTURES = {
     "mixture of one row": functools.partial(mixture, rows=(1, 1)),
     "mixture update": mixture_update,
 }
+STACK, WIDE_MATRIX = (32, 2880, 2880), (2880, 4096)  # of gpt-oss-20b
+PACKED = {
+    f"{name} {kind}": functools.partial(of_packed, name=name, shape=shape)
+    for name in ("xla", "int8", "fp8", "fp8_block", "mxfp4", "int4")
+    for kind, shape in (("experts", STACK), ("matrix", WIDE_MATRIX))
+}
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
@@ -288,6 +314,7 @@ PROGRAMS = {
     "policy update": lambda mesh: training(mesh, head=False),
     "draft update": lambda mesh: training(mesh, head=True),
     **MIXTURES,
+    **PACKED,
     **{name: functools.partial(wide_chunk, name=name) for name in WIDE_CHUNKS},
 }  # fmt: skip
 
@@ -317,6 +344,8 @@ def main(topology: str, *wanted: str) -> None:
             found |= of_products(text)
         if name in MIXTURES:
             found |= of_experts(text)
+        if name in PACKED:
+            found |= of_weights(lowered, compiled)
         if name in WIDE_CHUNKS:
             found |= of_a_round(text)
         print(json.dumps(found), flush=True)

@@ -11,8 +11,10 @@ from tiers import slow_but
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import read_config
 from specjax.command_line import parse_config
 from specjax.engine.engine import Engine
+from specjax.engine.sources import load_head
 from train import draft
 from train.data import samples as draft_data
 from train.data.prompts import Prompts
@@ -249,6 +251,26 @@ def test_a_head_goes_on_from_another_runs_files(run, eagle, thin_policy, tmp_pat
     assert f"from init={eagle / 'head'}" in capsys.readouterr().out
     first = read_metrics(tmp_path / "run")[-1]["train/mtp_loss"]
     assert first < 0.9 * read_metrics(eagle)[1]["train/mtp_loss"]
+
+
+def test_a_head_is_aligned_with_packed_weights_and_written(
+    run, eagle, thin_policy, tmp_path, capsys
+):
+    packed = {"products": "int8", "steps": 0, "epochs": None, "data__texts": run / "samples"}
+    packed |= {"eval__problems": 0, "align": "norm,scales,temperature"}
+    given = {**EAGLE, "draft_vocab": None, "init": eagle / "head"}
+    draft.main(arguments(thin_policy, tmp_path / "eagle", **packed, **given))
+    target = read_config(thin_policy)
+    before, after = (load_head(str(out / "head"), target)[1] for out in (eagle, tmp_path / "eagle"))
+    assert (before.source.cfg.fc_norm, after.source.cfg.fc_norm) == ("none", "each")
+    assert np.ptp(after.params["fc_norm"][0]) > 0  # by channel
+    factors = np.asarray(after.params["lm_head"] / before.params["lm_head"])
+    np.testing.assert_allclose(factors, factors[0, 0], rtol=1e-5)
+    assert factors[0, 0] != 1
+    mtp = {"init": run / "head", **packed}
+    assert "norms the policy's states already" in refusal(
+        arguments(thin_policy, tmp_path / "mtp", **mtp)
+    )
 
 
 def test_a_head_that_does_not_learn_is_a_loud_warning(thin_policy, run, tmp_path, capsys):

@@ -173,6 +173,19 @@ def test_two_processes_replay_the_routing_of_a_mixture_as_one_does(tmp_path):
             assert mine["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
+@pytest.mark.slow
+def test_two_processes_pack_the_weights_that_one_does(thin_policy, tmp_path):
+    packed = {"rollout.products": "int8", "mesh.data": 1, "mesh.fsdp": 2, "packing.rows": 2}
+    finish(start(thin_policy, tmp_path / "two", 2, **packed, steps=3))
+    packed |= {"mesh.fsdp": 1}
+    trainer = trainer_of(thin_policy, tmp_path / "one", **packed)
+    for mine in read_metrics(tmp_path / "two"):
+        theirs = trainer.step()
+        assert learned(mine) == learned(theirs)
+        name = "train/train_rollout_logprob_abs_diff"
+        assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-2)
+
+
 def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two):
     records = read_metrics(two[0])
     assert [r["draft/updates"] for r in records] == [0, 2, 2, 2, 2]

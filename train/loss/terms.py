@@ -46,8 +46,8 @@ LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
 # tokens, and are divided by their number.
 _WHOLE = ("loss", "policy_loss", "kl_loss", "entropy_loss", "tokens")
 _COMMON = (
-    *_WHOLE, "ppo_kl", "train_rollout_logprob_abs_diff", "tis", "tis_truncated_fraction", "kl",
-    "entropy",
+    *_WHOLE, "ppo_kl", "train_rollout_logprob_abs_diff", "train_rollout_kl", "tis",
+    "tis_truncated_fraction", "kl", "entropy",
 )  # fmt: skip
 
 
@@ -146,6 +146,7 @@ def policy_loss(
         **per_token,
         "ppo_kl": old - logprobs,
         "train_rollout_logprob_abs_diff": jnp.abs(old - behaviour),
+        "train_rollout_kl": k3(behaviour, old),
     }
     if cfg.tis:
         off = old - behaviour  # 0 outside of the loss
@@ -199,10 +200,10 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
       sums: sums of `policy_loss`, added up key by key.
 
     Returns:
-      Means per loss token (`ppo_kl`, `kl`, `entropy`, `train_rollout_logprob_abs_diff`, `tis`,
-      `tis_truncated_fraction`; those whose option is on; and what the objective logs, as `ratio`
-      and `clip_fraction`), `loss`, its parts `policy_loss`, `kl_loss` and `entropy_loss`, and the
-      number of `tokens`.
+      Means per loss token (`ppo_kl`, `kl`, `entropy`, `train_rollout_logprob_abs_diff`,
+      `train_rollout_kl`, `tis`, `tis_truncated_fraction`; those whose option is on; and what the
+      objective logs, as `ratio` and `clip_fraction`), `loss`, its parts `policy_loss`, `kl_loss`
+      and `entropy_loss`, and the number of `tokens`.
     """
     tokens = max(float(sums["tokens"]), 1.0)
     return {

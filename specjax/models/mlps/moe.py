@@ -20,7 +20,7 @@ from specjax.config.checks import choice
 from specjax.interfaces import Fused, Param, Params, Stored, Where
 from specjax.models.mlps.dense import ACTIVATIONS, Dense
 from specjax.parallel import sharding
-from specjax.weights.matrix import Choices, dot, experts
+from specjax.weights.matrix import Choices, cast, dot, experts
 
 # How a router makes scores of its logits. Experts are chosen by the scores, and weighted by them;
 # with `topk_softmax` the weights are a softmax over the logits of the chosen ones.
@@ -227,17 +227,18 @@ class Mixture:
         shared = tuple(axis for axis in ways if axis in (rows[0] or ()))
         rest = tuple(axis for axis in ways if axis not in shared)
         embed = split("expert_embed", x.shape[-1])
+        specs = jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, stacks, axes))
+
+        def gathered(part: Array, spec: jax.P) -> Array:
+            """Joins what devices hold of an array, or of a part of a packed stack."""
+            for axis, names in enumerate(spec):
+                if set(embed) & {*(names if isinstance(names, tuple) else (names,))}:
+                    part = jax.lax.all_gather(part, embed, axis=axis, tiled=True)
+            return part
 
         def local(stacks, x, ids, weights):
             if embed:
-                stacks = {
-                    name: jax.lax.all_gather(
-                        a.astype(x.dtype), embed, axis=axes[name].index("expert_embed"), tiled=True
-                    )
-                    if "expert_embed" in axes[name]
-                    else a
-                    for name, a in stacks.items()
-                }
+                stacks = jax.tree.map(gathered, cast(stacks, x.dtype), specs)
             if shared:
                 x, ids, weights = (
                     jax.lax.all_gather(a, shared, tiled=True) for a in (x, ids, weights)
@@ -250,7 +251,6 @@ class Mixture:
                 out = jax.lax.psum_scatter(out, shared, tiled=True)
             return jax.lax.psum(out, rest) if rest else out
 
-        specs = jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, stacks, axes))
         # Loops over blocks of rows do not declare the axes that they vary over.
         spread = jax.shard_map(
             local, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
