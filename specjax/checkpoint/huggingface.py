@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import gc
 import itertools
 import json
@@ -380,10 +381,8 @@ def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh
     if name == fp8.Matrix.products == _format_in(weights, leaf):
         return _as_published(weights, leaf, mesh)
     if mesh is not None:
-        weight = jax.eval_shape(lambda a: packed(a, *kind), jax.ShapeDtypeStruct(leaf.shape, dtype))
-        targets = sharding.weight_shardings(mesh, weight, leaf.axes)
-        pack = jax.jit(packed, static_argnums=(1, 2, 3), out_shardings=targets)
-        return pack(_placed(weights, leaf, dtype, mesh), *kind)
+        pack = _packing(mesh, leaf.axes, leaf.shape, dtype, kind)
+        return pack(_placed(weights, leaf, dtype, mesh))
     shape = leaf.shape
     axis = 1 if len(shape) == 2 and not leaf.row.table else 0  # experts, rows of a table, outputs
     count = _PACKED_BYTES // (math.prod(shape) // shape[axis] * dtype.itemsize)
@@ -398,6 +397,17 @@ def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh
 
 
 _PACK = jax.jit(packed, static_argnums=(1, 2, 3))
+
+
+@functools.cache  # layers have equal matrices, which are compiled for once
+def _packing(mesh, axes: tuple, shape: tuple[int, ...], dtype: np.dtype, kind: tuple) -> Callable:
+    """Returns the jitted packing of matrices that a mesh splits."""
+
+    def pack(array: jax.Array) -> Any:
+        return packed(array, *kind)
+
+    weight = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(pack, out_shardings=sharding.weight_shardings(mesh, weight, axes))
 
 
 def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh) -> Weight:

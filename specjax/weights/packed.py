@@ -36,7 +36,6 @@ from specjax.kernels.experts import by_blocks
 from specjax.weights.matrix import dot
 
 GROUP, SQUARE = 32, 128  # inputs of one scale in formats of 4 bits and in `fp8_block`
-FP8_MOST = 448.0  # the largest value
 TILE = 32  # bytes of a column in a tile of TPUs
 
 
@@ -55,11 +54,13 @@ class Packed:
       group: number of inputs of a group; 0: all.
       table: whether the matrix is a table: its inputs are then the last axis of both arrays.
       of_group, outputs: number of inputs and outputs of one scale (class attributes); 0: all.
+      largest: the largest value (a class attribute).
       halves: whether two values share a byte (a class attribute).
     """
 
     exact: ClassVar[bool] = False
     line: ClassVar[str]
+    largest: ClassVar[float]
     of_group: ClassVar[int] = 0
     outputs: ClassVar[int] = 1
     halves: ClassVar[bool] = False
@@ -74,7 +75,7 @@ class Packed:
     @classmethod
     def scale_of(cls, most: Float[Array, "..."]) -> Array:
         """Returns scales, as they are kept, of weights by their largest magnitude."""
-        raise NotImplementedError
+        return _ratio(most, cls.largest)
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
@@ -320,10 +321,7 @@ class Int8(Packed):
     """Integers of 8 bits, a scale for each output."""
 
     line: ClassVar[str] = "int8, a scale per output"
-
-    @classmethod
-    def scale_of(cls, most: Float[Array, "..."]) -> Array:
-        return _ratio(most, 127.0)
+    largest: ClassVar[float] = 127.0
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
@@ -336,14 +334,11 @@ class Fp8(Packed):
     """float8_e4m3fn, a scale for each output."""
 
     line: ClassVar[str] = "fp8 (e4m3), a scale per output"
-
-    @classmethod
-    def scale_of(cls, most: Float[Array, "..."]) -> Array:
-        return _ratio(most, FP8_MOST)
+    largest: ClassVar[float] = 448.0
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
-        return jnp.clip(x, -FP8_MOST, FP8_MOST).astype(jnp.float8_e4m3fn)
+        return jnp.clip(x, -cls.largest, cls.largest).astype(jnp.float8_e4m3fn)
 
     @classmethod
     def decoded(cls, values: Array) -> Float[Array, "..."]:
@@ -370,16 +365,20 @@ class Int4(Packed):
     """Integers of 4 bits, a scale of bfloat16 for every 32 inputs."""
 
     line: ClassVar[str] = f"int4, a scale per {GROUP} inputs"
+    largest: ClassVar[float] = 7.0
     of_group: ClassVar[int] = GROUP
     halves: ClassVar[bool] = True
 
     @classmethod
     def scale_of(cls, most: Float[Array, "..."]) -> Array:
-        return _ratio(most, 7.0).astype(jnp.bfloat16)
+        return super().scale_of(most).astype(jnp.bfloat16)
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
-        return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
+        return (
+            jnp.clip(jnp.round(x), -cls.largest, cls.largest).astype(jnp.int8).astype(jnp.uint8)
+            & 15
+        )
 
     @classmethod
     def decoded(cls, values: Array) -> Float[Array, "..."]:
