@@ -4,9 +4,9 @@
     longtail     a rollout whose samples have very different lengths
     peers        specjax beside transformers and a plain sampler in jax
     rl           RL runs, or trainings of draft heads, compared step by step
-    serve        the server under the load of guidellm
+    quantised    policies in packed number formats, with heads that were aligned or not
+    recurrent    rounds of a Gated DeltaNet layer by the TPU compiler
     gpu          attention, steps, rounds and training on an H100 or H200, in parts of minutes
-    compiled     rounds and updates by XLA's compilers for TPUs and GPUs, without the chip
 
 record.py writes result files and has timing in turns and ratios with intervals, command.py has the
 arguments that command lines share, plots.py draws the pictures, programs.py builds engines and

@@ -18,7 +18,6 @@ and runs the interrupted part once more.
                                                train a real model by RL: off, static, goodput
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md
-    python -m bench.gpu --plot                 a picture per card, bench/results/gpu/<card>.png
 
 Compiled programs and what was tuned for them are kept in .cache/gpu/<card>. The exit status is 1 if
 a part failed in this call (with --dry: if a program does not compile, or does not fit a card; 75 if
@@ -33,7 +32,6 @@ import fcntl
 import fnmatch
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -355,32 +353,6 @@ def _about(record: Record) -> tuple[str, str]:
     return word + (f" ({'; '.join(more)})" if more else ""), record["date"]
 
 
-def draw(out: str | Path) -> list[Path]:
-    """Draws `<out>/gpu/<card>.png`, attention as shares of a copy, for each card that has it."""
-    from bench import plots  # chooses matplotlib's backend
-
-    found = []
-    for card, of_card in by_card(out).items():
-        lines: dict[str, dict[str, float]] = {}
-        for part, record in of_card.items():
-            for name, entry in record["figures"].items():
-                match = re.fullmatch(r"share/([^/]+)/(\d+/\w+/\d+)", name)
-                if part.startswith("attention/") and match and match[1] != "best":
-                    label = f"{match[1]}, batch {part.partition('/')[2]}"
-                    lines.setdefault(label, {})[match[2]] = entry["value"]
-        if not lines:
-            continue
-        drawing, axis = plots.plt.subplots(figsize=(9, 5), layout="constrained")
-        for label, shares in lines.items():
-            axis.plot(list(shares), list(shares.values()), marker=".", label=label)
-        axis.set_ylim(0)
-        axis.tick_params(axis="x", labelrotation=60, labelsize=7)
-        axis.legend(fontsize=7, ncols=2)
-        plots.tidy(axis, f"{card}: attention, share of a copy's bytes/s: rows / prefix / table")
-        found.append(plots.save(drawing, records.directory(out) / f"{card}.png"))
-    return found
-
-
 # --- command line --------------------------------------------------------------------------------
 
 
@@ -417,7 +389,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     act("--dry", action="store_true", help="compile ahead of time, and measure nothing")
     act("--pack", metavar="FILE", type=Path, help="write all results into one file")
     act("--merge", metavar="FILE", type=Path, nargs="+", help="add what --pack wrote")
-    act("--plot", action="store_true", help="draw what is measured of attention")
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = SMALL_OUT if args.small else str(RESULTS)
@@ -439,8 +410,6 @@ def act(args: argparse.Namespace) -> int:
         print(f"{len(found)} records in {args.pack}")
     elif args.merge:
         print(*merge(args.out, args.merge), sep="\n")
-    elif args.plot:
-        print(*draw(args.out) or ["nothing to draw"], sep="\n")
     elif args.dry:
         return records.dry(parts, args.cards, args.small, args.minutes)
     else:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -52,7 +51,6 @@ from specjax.control import Static
 from specjax.decode import sampling
 from specjax.decode.accept import Acceptance, accept
 from specjax.decode.draft import DraftedTree
-from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan
 from specjax.decode.tree import ancestors, chain_bits, pack_bits
 from specjax.indexing import take_along
@@ -386,7 +384,8 @@ def plain(job: Job, batch: int, shape: str = "8B", products: Any = "auto") -> No
     their `share` of a copy's bandwidth: weights and caches are counted."""
     layers, contexts, rounds, repeats = LAYERS, (1024, 4096), 24, 9
     if job.small:
-        layers, contexts, rounds, repeats, shape = SMALL_LAYERS, (16, 32), 3, 3, "tiny"
+        layers, contexts, rounds, repeats = SMALL_LAYERS, (16, 32), 3, 3
+        shape, products = "tiny", "auto"
     arms = {
         name: {"xla_gpu_enable_triton_gemm": name == "triton"} for name in ("triton", "no_triton")
     }
@@ -516,29 +515,18 @@ class Scripted:
         return Acceptance(tokens.astype(own.tokens.dtype), path, count.astype(own.count.dtype))
 
 
-def rounds(
-    job: Job,
-    batch: int,
-    draft_vocab: int | None = None,
-    shape: str = "8B",
-    context: int = 1024,
-    features: Mapping[str, bool] = MappingProxyType({}),
-    **more: Any,
-) -> None:
+def rounds(job: Job, batch: int, draft_vocab: int | None = None, **size_fields: Any) -> None:
     """Measures speculative rounds against plain ones: `ms/..` of a round, `round_over_plain`, and
-    `speedup/<acceptance>` at the accept length that is expected of scripted drafts.
-
-    Args:
-      features: fields of `Features`.
-      more: further fields of `Size`.
-    """
+    `speedup/<acceptance>` at the accept length that is expected of scripted drafts."""
     layers, strategy, count, repeats = LAYERS, "4_1_5", 24, 9
+    sizes = {"shape": "8B", "context": 1024, **size_fields}
     if job.small:
-        shape, layers, strategy, context, count, repeats = "tiny", SMALL_LAYERS, "2_1_3", 32, 3, 3
+        sizes |= {"shape": "tiny", "context": 32, "products": "auto"}
+        layers, strategy, count, repeats = SMALL_LAYERS, "2_1_3", 3, 3
         draft_vocab = draft_vocab and 32
     chunks: dict[str, Chunk] = {}
     for n in layers:
-        size = Size(shape, batch, context, n, rounds=count, features=Features(**features), **more)
+        size = Size(batch=batch, layers=n, rounds=count, **sizes)
         chunks[f"{n}/{OFF}"] = Chunk(job.place, size)
         spec = size._replace(strategy=strategy, draft_vocab=draft_vocab)
         chunks |= {f"{n}/{p}": Chunk(job.place, spec, Scripted(p)) for p in (0.6, 0.8)}
@@ -550,14 +538,14 @@ def rounds(
         for name, chunk in chunks.items()
         for program in chunk.programs(name, beside=every - tree_bytes(chunk.shapes))
     ]
-    built, total = job.build(programs), shape_of(shape).num_layers
+    built, total = job.build(programs), shape_of(sizes["shape"]).num_layers
     for n in layers:
         first = None
         for name, chunk in chunks.items():
             if name.startswith(f"{n}/"):
                 chunk.load(job.seed, first)
                 first, chunk.compiled = first or chunk, built
-    job.tell(batch=batch, draft_vocab=draft_vocab, attention=first.cfg.run.attention)
+    job.tell(**sizes, batch=batch, draft_vocab=draft_vocab, attention=first.cfg.run.attention)
 
     def measure() -> dict:
         arms = {name: (chunk, name) for name, chunk in chunks.items()}
@@ -598,7 +586,7 @@ def top_p(job: Job, batch: int) -> None:
     chunks = {}
     for name in strategies:
         plainly = size._replace(strategy=name)
-        filtered = plainly._replace(options=TOP_P, features=Features(sampled=True, top_p=True))
+        filtered = plainly._replace(options=TOP_P)
         chunks[name, "none"] = Chunk(job.place, plainly)
         chunks[name, "digits"] = Chunk(job.place, filtered)
         chunks[name, "halvings"] = _Halving(job.place, filtered)
@@ -815,20 +803,12 @@ _ARMS = {
 }
 _SUMS = {"run": ["--config", "configs/sums.yaml", "dtype.compute=float32"]}
 _OSS = {"shape": "gpt-oss-20b", "products": {"layers.*.experts_*": "mxfp4"}}
-_GREEDY = {"options": {"temperature": 0.0}, "features": {"sampled": False}}
-_TOP_P = {
-    "options": {"temperature": 0.7, "top_p": 0.9},
-    "features": {"sampled": True, "top_p": True},
-}
-_PENALTIES = {
-    "options": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
-    "features": {"sampled": False, "penalties": True},
-}
-_PROTOCOL = (  # name, batches, settings
-    ("greedy", (1, 4, 8), {"context": 2048, **_GREEDY}),
-    ("top_p", (1, 4, 8), {"context": 2048, **_TOP_P}),
-    ("penalties", (1,), {"context": 2048, **_PENALTIES}),
-    ("long", (1,), {"context": 16_384, **_GREEDY}),
+_PENALTIES = {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.5}
+_PROTOCOL = (  # name, context, batches, sampling options
+    ("greedy", 2048, (1, 4, 8), {"temperature": 0.0}),
+    ("top_p", 2048, (1, 4, 8), {"temperature": 0.7, "top_p": 0.9}),
+    ("penalties", 2048, (1,), _PENALTIES),
+    ("long", 16_384, (1,), {"temperature": 0.0}),
 )
 PARTS: tuple[Part, ...] = (
     _part("ceilings", "denominators of all shares", "ceilings", 60),
@@ -850,12 +830,16 @@ PARTS: tuple[Part, ...] = (
         batches=(1, 8, 32), **ENGINE,
     ),
     _part("identity/8B", "the same", "identity", shape="8B", batches=(1, 8), **ENGINE),
-    # gpt-oss-20b's shape as it is published, and the protocol of speculation on it.
+    # gpt-oss-20b's shape as it is published, and the protocol of speculation on it, by an EAGLE-3
+    # head. In 4 layers that takes two states, not three: less than 1% of a round's bytes.
     *(_part(f"plain_oss/{n}", "bytes of MXFP4", "plain", batch=n, **_OSS) for n in (1, 8)),
     *(
-        _part(f"round_oss_{name}/{n}", "speculation on gpt-oss", "rounds", batch=n, **_OSS, **more)
-        for name, sizes, more in _PROTOCOL
-        for n in sizes
+        _part(
+            f"round_oss_{name}/{n}", "speculation on gpt-oss", "rounds",
+            batch=n, context=context, options=options, draft_kind="eagle3", **_OSS,
+        )
+        for name, context, batches, options in _PROTOCOL
+        for n in batches
     ),
     _part("long_tail", "the controller", "long_tail", **ENGINE),
     _part("train.rl", "end to end", "training", 120, arms=_SUMS, **APART),

@@ -15,9 +15,9 @@ earlier turns in its context the embedded one writes other text, of which much l
 chain keeps its slot. Tasks, seeds and lengths are fixed before the first token, so every arm
 generates the same tokens.
 
-Everything is compiled before the clock starts. `wall_ratio/goodput/plain` charges every rollout of
-goodput with the whole calibration, which an engine does once in its life; `.._calibration_shared`
-charges it once for all repeats together, `.._calibration_apart` not at all. The best static
+Everything is compiled before the clock starts. `wall_ratio/.._calibration_shared`
+charges goodput with its calibration once for all repeats together, as an engine does it once in
+its life; `.._calibration_apart` not at all. The best static
 strategy is the one with the smallest median. The longest sample's speed is its tokens over the
 seconds from when it got its slot to its end. The tail begins when --tail chains are left.
 `samples_different` counts samples with other tokens than plain decoding's. A picture is written
@@ -286,18 +286,14 @@ def figures_of(bench: Bench) -> dict[str, dict]:
     seconds, whole = of["seconds"], bench.calibration_seconds
     best = min(bench.names, key=lambda name: statistics.median(seconds[name]))
     result = {"best_static": figure(best, "strategy with the smallest median wall time")}
-    for suffix, charge in (
-        ("", whole),
-        ("_calibration_shared", whole / len(seconds[GOODPUT])),
-        ("_calibration_apart", 0.0),
-    ):
+    shared = whole / len(seconds[GOODPUT])
+    for suffix, charge in (("_calibration_shared", shared), ("_calibration_apart", 0.0)):
         mine = [value + charge for value in seconds[GOODPUT]]
         for name, other in ((PLAIN, PLAIN), ("best_static", best)):
             result[f"wall_ratio/goodput/{name}{suffix}"] = _ratio(mine, seconds[other], other)
     for name in ("longest_rate", "tail_seconds"):
-        for against, other in ((PLAIN, PLAIN), ("best_static", best)):
-            ratio = _ratio(of[name][GOODPUT], of[name][other], other)
-            result[f"{name}_ratio/goodput/{against}"] = ratio
+        ratio = _ratio(of[name][GOODPUT], of[name][PLAIN], PLAIN)
+        result[f"{name}_ratio/goodput/plain"] = ratio
     for arm in bench.arms:
         for name, unit in UNITS.items():
             values = of[name][arm]
@@ -308,8 +304,6 @@ def figures_of(bench: Bench) -> dict[str, dict]:
         result[f"accept_length/{arm}"] = figure(length, "tokens per slot and round")
         unit = "samples with other tokens than plain decoding"
         result[f"samples_different/{arm}"] = figure(bench.different[arm], unit)
-    result["tokens"] = figure(sum(bench.work.lengths), "tokens of one rollout")
-    result["length_longest"] = figure(max(bench.work.lengths), "tokens")
     result["calibration_seconds"] = figure(whole, "s, once per engine")
     return result
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
@@ -40,6 +41,7 @@ from specjax.engine.pages import NULL_PAGE
 from specjax.engine.programs import NotCompiled
 from specjax.engine.runner import Runner
 from specjax.engine.settings import EngineConfig
+from specjax.engine.sources import source_of
 from specjax.interfaces import Where
 from specjax.memory import cost
 from specjax.models.families.dense import dense_config
@@ -154,20 +156,22 @@ def random_model(cfg: ModelConfig, seed: int) -> tuple[ModelConfig, Params, Para
 def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, context: int) -> int:
     """Returns the bytes of a policy forward over batch x rows tokens, `context` cached per sample:
     weights (of the embedding a row per token, of experts those that rows may choose), keys and
-    values.
+    values (of a layer with a window, those within it).
 
     Args:
       params: parameters, or shapes, in the decode layout.
     """
     embed = tree_bytes(params["embed"])
     weights = tree_bytes(params) - (embed if "lm_head" in params else 0)
-    embedded = batch * rows * embed // cfg.vocab_size
+    embedded, cached = batch * rows * embed // cfg.vocab_size, 0
     for layer, arrays in zip(cfg.layers, params["layers"].values(), strict=True):
         experts = {name: a for name, a in arrays.items() if name.startswith("experts_")}
         if experts:
             most = batch * rows * layer.mlp.num_experts_per_tok
             weights -= int(tree_bytes(experts) * max(0, 1 - most / layer.mlp.num_experts))
-    return weights + embedded + batch * cost(cfg, context + rows).page
+        length = min(context + rows, getattr(layer.mixer, "window", None) or math.inf)
+        cached += batch * cost(cfg.replace(layers=(layer,)), length).page
+    return weights + embedded + cached
 
 
 def tree_bytes(tree) -> int:
@@ -341,8 +345,8 @@ class Size(NamedTuple):
       rounds: number of rounds in a chunk.
       attention: attention kernel, as in `EngineConfig`.
       options: sampling options of all slots, by the names of `Options`.
-      features: features of the chunk's program.
       draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
+      draft_kind: kind of the head, as in `SpecConfig`.
       products: formats of matrices, as in `EngineConfig`.
     """
 
@@ -354,9 +358,18 @@ class Size(NamedTuple):
     rounds: int = 24
     attention: str = "auto"
     options: Mapping[str, float] = MappingProxyType({"temperature": 1.0})
-    features: Features = Features()
     draft_vocab: int | None = None
+    draft_kind: str = "mtp"
     products: str | Mapping[str, str] = "auto"
+
+    @property
+    def features(self) -> Features:
+        """The features that the chunk's program needs for the options."""
+        return Features(
+            sampled=self.options["temperature"] > 0,
+            penalties="repetition_penalty" in self.options,
+            **{name: name in self.options for name in ("top_k", "top_p", "min_p")},
+        )
 
 
 class Chunk:
@@ -375,20 +388,22 @@ class Chunk:
     def __init__(self, place: Place, size: Size, rule: Callable | None = None):
         self.size = size
         some = size.draft_vocab and token_map(size.draft_vocab)
-        spec = None if size.strategy == OFF else SpecConfig(size.strategy, token_map=some)
+        given = {"draft": "random", "draft_kind": size.draft_kind, "token_map": some}
+        spec = None if size.strategy == OFF else SpecConfig(size.strategy, **given)
         emits = 1 if spec is None else spec.resolve().steps + 1  # tokens per round, at most
         tokens = size.rounds * emits
         longest = size.context + tokens + emits + 1
         cfg = config_of(size.shape, size.layers, longest)
+        source = spec and source_of(laid_out(cfg, None), spec)
         with place.seen():
             config = EngineConfig(
                 chunk_tokens=tokens, stretch=1, attention=size.attention, products=size.products
             )
-            self.runner = Runner(cfg, spec, size.batch, longest, config=config)
+            self.runner = Runner(cfg, spec, size.batch, longest, source=source, config=config)
         if rule is not None:
             accept_by(rule, self.runner)
         self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
-        head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))
+        head = source and jax.eval_shape(lambda: source.init(0))
         self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)
         held = self.runner.weights.policy, self.runner.weights.head, self.runner.state
         self.shapes = place.shapes(held)
@@ -445,9 +460,8 @@ class Chunk:
         """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
         runner, cfg, self._seed = self.runner, self.cfg, seed
         runner.weights.policy = runner.weights.head = runner.state = runner.kept = None
-        head = None
-        if runner.longest.source is not None:
-            head = random_weights(functools.partial(init_head_params, cfg), seed + 1)
+        source = runner.longest.source
+        head = source and random_weights(functools.partial(source.init, 0), seed + 1)
         if like is None:
             policy = random_weights(functools.partial(init_params, cfg), seed)
             runner.weights.set(policy, head)
@@ -462,10 +476,10 @@ class Chunk:
         """Makes the state, and keeps a copy of its small arrays, to start again from."""
         runner = self.runner
         fill(runner, self._at, self.size.options)
-        (cache, drafts, noise), rest = _apart(runner.state)
+        (cache, drafts), rest = _apart(runner.state)
         runner.state = runner.kept = None
         cache, drafts = _drawn(cache, self._seed + 2), _drawn(drafts, self._seed + 3)
-        runner.state = _together((cache, drafts, noise), rest)
+        runner.state = _together((cache, drafts), rest)
         self._kept = jax.device_get(rest)
 
     def at(self, context: int) -> Chunk:

@@ -33,15 +33,13 @@ Writes `rl_<COMPARISON>.json`, `.jsonl` (a record per seed, step and arm) and `.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
@@ -103,8 +101,6 @@ class Comparison(NamedTuple):
       ratios: pairs of arms whose times are compared.
       seeds: number of runs of each arm.
       devices: number of simulated devices of one thread each; 0: those that are there.
-      drafts_for: products of the policy that heads of all arms draft for, where they are measured;
-        None: those of the arm.
     """
 
     arms: Mapping[str, Sequence[str]]
@@ -115,7 +111,6 @@ class Comparison(NamedTuple):
     seeds: int = 1
     program: str = "rl"
     devices: int = 0
-    drafts_for: str | None = None
 
 
 TIS = "algo.tis=true"
@@ -184,12 +179,11 @@ COMPARISONS = {
     ),
     **{
         f"{name}_heads": Comparison(
-            {"full": [], "packed": [f"products={name}"]},
+            {"full": [f"eval.policy_products={name}"], "packed": [f"products={name}"]},
             "configs/draft.yaml",
             ["kind=mtp", "export=none"],
             seeds=3,
             program="draft",
-            drafts_for=name,
         )
         for name in ("mxfp4", "int4")
     },
@@ -220,13 +214,13 @@ class Run(NamedTuple):
         return {"arm": self.arm, "seed": self.seed, "step": step, **values}
 
 
-def run_rl(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict], None]) -> None:
+def run_rl(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], None]) -> None:
     """Runs `train.rl` of all arms with one seed, step by step in turns.
 
     Args:
       write: takes a record for each step and arm, and of evaluations before and at the end.
     """
-    trainers, equal = {run.arm: Trainer(run.cfg) for run in runs}, comparison.equal
+    trainers = {run.arm: Trainer(run.cfg) for run in runs}
     first, steps = next(iter(trainers.values())), runs[0].cfg.steps
     for run in runs:
         if equal:  # one compiled update of the policy serves all
@@ -247,12 +241,11 @@ def run_rl(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict], 
         write(run.record(step + 1, found))
 
 
-def run_draft(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict], None]) -> None:
+def run_draft(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], None]) -> None:
     """Runs `train.draft` of all arms with one seed, one after the other; a run is continued."""
     for run in runs:
         out = Path(run.cfg.out)
-        with _measured_on(comparison.drafts_for):
-            draft.train(run.cfg, resume=(out / draft.SAMPLES).exists())
+        draft.train(run.cfg, resume=(out / draft.SAMPLES).exists())
         curve = json.loads((out / draft_curve.FILE).read_text())
         for point in curve["points"]:
             found = {"tokens": point["tokens"]}
@@ -260,20 +253,6 @@ def run_draft(runs: Sequence[Run], comparison: Comparison, write: Callable[[dict
                 found[f"accept_length/temperature_{at}"] = length
                 found[f"ngram/temperature_{at}"] = curve["ngram"][at]
             write(run.record(point["step"], found))
-
-
-@contextlib.contextmanager
-def _measured_on(products: str | None) -> Iterator[None]:
-    """Within it held-out prompts are decoded by the policy in a number format; None: as trained."""
-    engine = draft.HeadTrainer.engine
-
-    def made(self, spec, source, batch):
-        used = self.cfg.products if spec is None or products is None else products
-        with mock.patch.object(self.cfg, "products", used):
-            return engine(self, spec, source, batch)
-
-    with mock.patch.object(draft.HeadTrainer, "engine", made):
-        yield
 
 
 PROGRAMS = {"rl": (RLConfig, run_rl), "draft": (DraftRunConfig, run_draft)}
@@ -424,7 +403,7 @@ def run(args: argparse.Namespace, comparison: Comparison, settings: Sequence[str
 
         for number in range(args.seeds or comparison.seeds):
             runs = runs_of(comparison, args.config, settings, number, Path("runs", name))
-            PROGRAMS[comparison.program][1](runs, comparison, write)
+            PROGRAMS[comparison.program][1](runs, comparison.equal, write)
     figures = figures_of(records, comparison, args.untimed)
     said = values_of(runs[0].cfg) | {"arms": comparison.arms, "untimed": args.untimed}
     write_result(name, said | {"model": Path(runs[0].cfg.model).name}, figures, path)

@@ -990,9 +990,10 @@ class Weight(Protocol):
     """A matrix [I O] in some number format; models multiply by `specjax.weights.matrix`.
 
     Implementations are pytrees. They are stacked and sliced leaf by leaf (layers of a scan, experts
-    of an mlp), so sizes must come from the leaves. A class may also have `experts(x, sizes)`, on a
-    stack of E matrices, as the function of that name in `specjax.weights.matrix`; without it that
-    function multiplies by one matrix after the other. I and O are the input and output size.
+    of an mlp), so sizes must come from the leaves. A class may also have `experts(x, sizes,
+    kernel)`, on a stack of E matrices, as the function of that name in `specjax.weights.matrix`;
+    without it that function multiplies by one matrix after the other. I and O are the input and
+    output size.
 
     Attributes:
       exact: whether the format rounds no number, so that tokens stay what they are (a class

@@ -231,7 +231,7 @@ def gpu(args: argparse.Namespace, text: str) -> dict[str, dict]:
     """Compiles chunks for a GPU, and returns the whole model's figures."""
     (shape, strategy, batch), options = split(text, 3)
     place, pair = Ahead(args.card), []
-    known = {field.name for field in dataclasses.fields(Features)}
+    sampling = {"top_k", "top_p", "min_p", "repetition_penalty"} & options.keys()
     count = options.get("draft_vocab")
     for layers in (args.layers, args.layers - 1):
         size = Size(
@@ -241,7 +241,7 @@ def gpu(args: argparse.Namespace, text: str) -> dict[str, dict]:
             layers,
             strategy,
             attention=options.get("attention", "auto"),
-            features=Features(**dict.fromkeys(known & options.keys(), True)),
+            options={"temperature": 1.0, **dict.fromkeys(sampling, 0.9)},
             draft_vocab=count and int(count),
         )
         arms = {"": ONE_GRAPH} if "graph" in options else DEFAULT

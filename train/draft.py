@@ -54,7 +54,6 @@ from specjax.registry import DRAFTS
 from specjax.settings import fingerprint, values_of
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
-from specjax.weights.matrix import is_exact
 from train.cli import run_program
 from train.data import rows
 from train.data.checks import (
@@ -153,7 +152,7 @@ class HeadTrainer:
             longest = max(longest, cfg.packing.row_length)
         model, self.longest = model.for_length(longest), longest
         self.model = with_tokenizer_end(model, self.tokenizer)
-        if not is_exact(cfg.products):
+        if cfg.rounds:
             self._full = self.params if cfg.align else None
             try:
                 self.params = rounded(self.params, self.model.running(products=cfg.products))
@@ -294,12 +293,12 @@ class HeadTrainer:
         """Aligns the head with the rounded weights of the policy, on all samples."""
         cfg, full = self.cfg, self._full
         self._full = None  # its memory
-        how = cfg.methods, cfg.rollout.temperature, cfg.draft.unroll_steps
+        how = cfg.align, cfg.rollout.temperature, cfg.draft.unroll_steps
         try:
             found = align(source, self.head, self.model, full, self.params, self.batches, *how)
         except ValueError as error:
             raise ConfigError(f"align: {error}") from error
-        say(f"head: aligned with the rounded weights by {', '.join(cfg.methods)}")
+        say(f"head: aligned with the rounded weights by {', '.join(cfg.align)}")
         return found
 
     # --- updates -------------------------------------------------------------------------------
@@ -339,7 +338,8 @@ class HeadTrainer:
         """
         roll = self.cfg.rollout
         # The engine packs the rounded weights again, to the same but for last bits of scales.
-        config = EngineConfig(attention=self.cfg.attention, products=self.cfg.products)
+        products = (spec and self.cfg.eval.policy_products) or self.cfg.products
+        config = EngineConfig(attention=self.cfg.attention, products=products)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),
@@ -444,12 +444,11 @@ class HeadTrainer:
         ignored += "save_every", "keep_last", "log_every", "export", "export_dtype", "attention"
         settings = fingerprint(cfg, (*ignored, "logprob_chunk_size"))
         settings["model"] = portable(settings["model"])
-        if is_exact(cfg.products):
+        if not cfg.rounds:
             settings.pop("products")
-        if cfg.align is None:
-            settings.pop("align")
         # The points of one curve are comparable, and held-out texts are not trained on.
-        settings["eval"] = {n: getattr(cfg.eval, n) for n in ("problems", "strategy", "seed")}
+        names = "problems", "strategy", "seed", "policy_products"
+        settings["eval"] = {name: getattr(cfg.eval, name) for name in names}
         return settings
 
     def trees(self, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -87,6 +87,7 @@ class CurveSection:
       every: updates between evaluations; 0: only at start and end.
       strategy: strategy that the prompts are decoded by.
       max_batch: slots that run at once.
+      policy_products: number format of the policy that is decoded; null: that of the samples.
       seed: seed of the samples, the same at every evaluation.
     """
 
@@ -94,9 +95,12 @@ class CurveSection:
     every: int = option(0, least=0, needs="any")
     strategy: str = option("4_1_5", needs="any")
     max_batch: int = option(8, least=1, needs="any")
+    policy_products: str | None = option(None, needs=("any", "products=auto"))
     seed: int = option(1234, needs="any")
 
     def __post_init__(self):
+        if self.policy_products is not None:
+            check_products(self.policy_products)
         if SpecConfig(strategy=self.strategy).is_off:
             raise ValueError(
                 "strategy=off drafts nothing, and the accept length would be 1; set a strategy "
@@ -143,10 +147,10 @@ class DraftRunConfig(Common):
       dtype: dtype of the policy's weights and of all arithmetic; auto: the checkpoint's on GPU and
         TPU (bfloat16 for one in float16), float32 on CPU. The head's weights are float32.
       products: number formats of the policy's matrices, as in rollout.products of train.rl: samples
-        and states are those of the policy with the weights that they keep.
+        and states are those of the policy with its weights rounded to them.
       align: how a head of `init` is first aligned with packed weights, without updates: some of
-        norm, scales and temperature with commas between, see `specjax.drafts.alignment`. With
-        steps=0 the aligned head is what is written.
+        norm, scales and temperature, see `specjax.drafts.alignment`. With steps=0 the aligned head
+        is what is written.
       log: what the run shows.
     """
 
@@ -190,12 +194,12 @@ class DraftRunConfig(Common):
     )
     dtype: str = option(AUTO, choices=(AUTO, "float32", "bfloat16"))
     products: Any = option(AUTO, kind=str | dict[str, str])
-    align: str | None = option(None, needs=("init", "rounds"))
+    align: list[str] | None = option(None, needs=("init", "rounds"))
     log: LogSection = option(LogSection)
 
     def __post_init__(self):
         self.products = check_products(self.products)
-        if unknown := set(self.methods) - set(METHODS):
+        if unknown := set(self.align or ()) - set(METHODS):
             raise ValueError(
                 f"align: expected some of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}"
             )
@@ -229,11 +233,6 @@ class DraftRunConfig(Common):
         return not is_exact(self.products)
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods of `align`."""
-        return tuple(self.align.split(",")) if self.align else ()
-
-    @property
     def strategy(self) -> Strategy:
         """The strategy of evaluation."""
         return SpecConfig(strategy=self.eval.strategy).resolve()
@@ -242,7 +241,7 @@ class DraftRunConfig(Common):
         """The settings that decide samples, for the file beside them."""
         values = values_of(self)
         sampled = {name: values[name] for name in ("model", "revision", "seed", "data", "rollout")}
-        if not is_exact(self.products):
+        if self.rounds:
             sampled["products"] = values["products"]
         # The caches of machines lie in different places.
         return sampled | {"model": portable(self.model)}

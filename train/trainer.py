@@ -291,11 +291,8 @@ class Trainer:
 
     def _give_evaluation(self) -> None:
         """Gives the weights of policy and draft to the engine that evaluates."""
-        engine = self.eval_engine
-        if engine.spec is None:
-            engine.set_params(self.params)
-            return
-        engine.set_params(self.params, self._draft_params)
+        head = self._draft_params if self.eval_engine.spec else None
+        self.eval_engine.set_params(self.params, head)
 
     # --- one step ----------------------------------------------------------------------------
 

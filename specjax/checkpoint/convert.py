@@ -154,7 +154,9 @@ def convert(
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None = None) -> Converted:
     """Writes the parts of a model in a layout; `found` is their step."""
     if dtype == mxfp4.METHOD and (to != "hf" or model.policy is None):
-        raise CheckpointError(f"dtype {dtype} is that of a policy's experts, expected --to hf")
+        raise CheckpointError(
+            f"dtype {dtype} is that of a policy's experts: use --to hf and a source with a policy"
+        )
     if model.tokenizer is not None:
         load_tokenizer(model.tokenizer, required=False)  # raises if it is damaged
     dtype = dtype or model.cfg.run.param_dtype

@@ -83,7 +83,8 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
 _SMALL_BYTES = 4 << 20  # a stack up to this is read whole: compiling would take longer
-_PACKED_BYTES, _OUTPUTS = 32 << 20, 128  # of a matrix, packed at once; multiple of their number
+_PACKED_BYTES = 32 << 20  # the most weights, in float32, that are packed at once
+_OUTPUTS = 128  # outputs are packed in multiples of this, because some formats have squares
 log = logging.getLogger(__name__)
 
 
@@ -336,7 +337,7 @@ def place_weights(
         name = format_of(products, _dotted(leaf)) if is_matrix else PLAIN
         if FORMATS.find(name).exact:
             return _placed(weights, leaf, kind, mesh)
-        return _placed_packed(weights, leaf, kind, mesh, name)
+        return _placed_packed(weights, leaf, mesh, name)
 
     return unflatten_dict({leaf.path: built(leaf) for leaf in leaves})
 
@@ -365,19 +366,22 @@ def _format_in(weights: Mapping[str, Any], leaf: Leaf) -> str:
     tensors = [weights[stored.name] for stored in leaf.pieces.values()]
     kinds = {getattr(tensor, "products", PLAIN) for tensor in tensors}
     kind = kinds.pop() if len(kinds) == 1 else PLAIN
-    if kind != fp8.Matrix.products:
-        return kind  # MXFP4, which packing returns as it was
+    if kind == mxfp4.Stack.products:  # of which packing halves the inputs
+        return kind if leaf.shape[-2] % (2 * mxfp4.BLOCK) == 0 else PLAIN
+    if kind == PLAIN:
+        return kind
     whole = all(s.transpose and s.part is None for s in leaf.pieces.values()) and not leaf.swap
     group = FORMATS.find(kind).of_group  # of which new weights are made, too
     return kind if whole and all(t.block == [group, group] for t in tensors) else PLAIN
 
 
-def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, mesh, name: str) -> Any:
+def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, mesh, name: str) -> Any:
     """Packs one parameter; on one device a few outputs at a time, so that little is held in full.
 
-    fp8 matrices of files keep their values and scales. MXFP4 comes out as it is in files.
+    fp8 matrices of files keep their values and scales. The weights of MXFP4 matrices stay the same.
     """
-    kind = name, leaf.row.table, len(leaf.shape) > 2
+    # In the run's dtype weights would be rounded twice.
+    kind, dtype = (name, leaf.row.table, len(leaf.shape) > 2), np.dtype(np.float32)
     if name == fp8.Matrix.products == _format_in(weights, leaf):
         return _as_published(weights, leaf, mesh)
     if mesh is not None:

@@ -67,7 +67,7 @@ def align(
       steps: number of drafted tokens in a row that `temperature` counts.
 
     Raises:
-      ValueError: a method is unknown, or cannot be had for this head.
+      ValueError: a method is unknown, or does not apply to this head.
     """
     if unknown := sorted(set(methods) - set(METHODS)):
         raise ValueError(f"expected some of {', '.join(METHODS)}, got {', '.join(unknown)}")
@@ -83,7 +83,7 @@ def align(
     if "temperature" in methods:
         how = cfg, source, steps, temperature or 1.0
         best = np.argmax(sum(_acceptance(*how, head, packed, batch) for batch in batches))
-        head = _sharpened(source, head, cfg, FACTORS[best])
+        head = _multiplied(source, head, cfg, FACTORS[best])
     return source, head
 
 
@@ -195,8 +195,14 @@ def _times(scale: Array, factor: Array | float, offset: bool = False) -> Array:
     return ((1 + scale) * factor - 1 if offset else scale * factor).astype(scale.dtype)
 
 
+def _require_no_mask(head: Params) -> None:
+    if "mask_hidden" in head:  # which takes the way of the policy's states, and is none of them
+        raise ValueError("norm and scales do not apply to heads with mask_hidden; leave them out")
+
+
 def _with_norms(source: Draft, head: Params, rms: Float[Array, " states"]) -> tuple[Draft, Params]:
     """Adds a norm of each state before `fc`; raises ValueError if it would have no effect."""
+    _require_no_mask(head)
     if _norms(source) or "fc" not in head:
         has = "norms the policy's states already" if _norms(source) else "has no fc"
         raise ValueError(f"norm has no effect: this head {has}; leave it out")
@@ -213,8 +219,7 @@ def _scaled(source: Draft, head: Params, s: Float[Array, " taps_width"]) -> Para
         return {**head, "blocks": {**head["blocks"], 0: {**module, "hidden_norm": norm}}}
     if "fc" not in head:
         raise ValueError("scales are folded into fc, which a head of the final state lacks")
-    if "mask_hidden" in head:  # which is no state of the policy
-        head = {**head, "mask_hidden": _times(head["mask_hidden"], 1 / s)}
+    _require_no_mask(head)
     if source.cfg.fc_norm == "each":
         parts = jnp.split(s, len(source.cfg.taps))
         return {**head, "fc_norm": {i: _times(head["fc_norm"][i], x) for i, x in enumerate(parts)}}
@@ -222,7 +227,7 @@ def _scaled(source: Draft, head: Params, s: Float[Array, " taps_width"]) -> Para
     return {**head, name: _times(head[name], factor)}
 
 
-def _sharpened(source: Draft, head: Params, cfg: ModelConfig, factor: float) -> Params:
+def _multiplied(source: Draft, head: Params, cfg: ModelConfig, factor: float) -> Params:
     """Multiplies the head's logits; raises ValueError if no parameter multiplies them alone."""
     name = "lm_head" if "lm_head" in head else "norm"
     if (source.network if name == "lm_head" else cfg).logits.soft_cap is not None:

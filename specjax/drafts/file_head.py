@@ -32,7 +32,7 @@ from specjax.interfaces import (
 )
 from specjax.models.rows import fuse, fused_rows, merge_axes
 from specjax.models.transformer import embed_tokens, lm_logits
-from specjax.weights.matrix import PLAIN, cast, pack
+from specjax.weights.matrix import PLAIN, cast, pack, require_matches
 
 
 def norm_row(name: str, width: int) -> Param:
@@ -237,6 +237,7 @@ class FileHead(HeadSource):
         if run.fused and run.products != PLAIN:
             params["layers"] = {i: fuse(w, of["layers"][i]) for i, w in params["layers"].items()}
             of["layers"] = {i: fused_rows(rows) for i, rows in of["layers"].items()}
+        require_matches(run.products, of)
         return {**pack(params, of, self.network), **fixed}
 
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:

@@ -45,7 +45,7 @@ from specjax.models.rows import (
 )
 from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
-from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack
+from specjax.weights.matrix import PLAIN, cast, dot, pack, require_matches, unpack
 from specjax.weights.safetensors import CONFIG, HEAD_FILE
 
 # Fields of a policy's `ModelConfig` about its head.
@@ -224,6 +224,7 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
         rows = fused_rows(rows)
     all_rows = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
     params = {**params, "blocks": blocks}
+    require_matches(cfg.run.products, all_rows)
     return pack(cast(params, cfg.run.compute_dtype, fixed_dtypes(cfg)), all_rows, cfg)
 
 

@@ -155,6 +155,7 @@ class Hosts(BaseEngine):
         cfg, self._sets = self.runner.cfg, self._sets + 1
         # It is the same in processes whose engine is not that of a replica.
         convert = split_layout(cfg, self.copies.mesh.shape["tp"])
+        convert = self.runner.weights.needed(convert, params)
         placed = self._copied("policy", params, cfg.tie_embeddings, convert)
         heads = [None] * len(placed) if head is None else self._copied("draft", head)
         # The engine for evaluation runs on the first replica of the process only, so `engines` may

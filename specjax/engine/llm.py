@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import numbers
 import os
@@ -50,12 +51,12 @@ from specjax.interfaces import Draft, Room
 from specjax.memory import bytes_of, cost, empty, empty_slots
 from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
-from specjax.models.transformer import Params, init_params, laid_out
+from specjax.models.transformer import Params, init_params, laid_out, to_decode_layout
 from specjax.parallel import sharding
 from specjax.telemetry import Collector
 from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids, with_tokenizer_end
 from specjax.weights import load_tokenizer
-from specjax.weights.matrix import is_exact
+from specjax.weights.matrix import Products, asked_of, is_exact
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,9 @@ class LLM:
         given = engine.cache_bytes if engine else None
         slots = jax.eval_shape(lambda: empty_slots(cfg, sum(counts_of(max_batch))))
         self._page_budget = (
-            page_budget(cfg, source, meshes[0], slots) if given is None else given - bytes_of(slots)
+            page_budget(cfg, source, meshes[0], slots, engine.products if engine else AUTO)
+            if given is None
+            else given - bytes_of(slots)
         )
         if max_len is None:
             self._shorten(source)
@@ -705,7 +708,11 @@ def _named(value: Any) -> str:
 
 
 def page_budget(
-    cfg: ModelConfig, source: Draft | None, mesh: jax.sharding.Mesh | None, slots: Any
+    cfg: ModelConfig,
+    source: Draft | None,
+    mesh: jax.sharding.Mesh | None,
+    slots: Any,
+    products: Products,
 ) -> int | None:
     """Computes the most bytes that the pages of an `LLM`'s replica take where no setting says it.
 
@@ -714,6 +721,7 @@ def page_budget(
 
     Args:
       slots: shapes of the recurrent states of all sequences, which take their part first.
+      products: formats of matrices that are asked for.
 
     Returns:
       bytes over all devices of the replica; None: not known (the devices of several processes, or
@@ -728,10 +736,14 @@ def page_budget(
         limits = [_memory_limit(device) for device in devices]
         if None in limits:
             return None
-        models = [cfg, source.network] if source and source.network else [cfg]
-        weights = sum(bytes_of(jax.eval_shape(lambda m=m: init_params(m))) for m in models)
-        # `LLM` keeps the weights beside those in the layout in which the engine decodes.
-        on_one = int(min(limits) * DEVICE_SHARE) - 2 * weights // len(devices)
+        policy = jax.eval_shape(lambda: init_params(cfg))
+        weights = 2 * bytes_of(policy)  # `LLM` keeps them beside those in the layout that decodes
+        if not is_exact(products := asked_of(cfg, products)):  # it keeps the packed ones alone
+            run = cfg.running(products=products, fused=False, scan_layers=False)
+            weights = bytes_of(jax.eval_shape(functools.partial(to_decode_layout, cfg=run), policy))
+        if source and source.network:
+            weights += 2 * bytes_of(jax.eval_shape(lambda: init_params(source.network)))
+        on_one = int(min(limits) * DEVICE_SHARE) - weights // len(devices)
     page = jax.eval_shape(lambda: empty(cfg, Room(slots=0, pages=1, page_size=PAGE)).pages)
     # Heads that the devices cannot divide among themselves lie on each of them.
     states, one_page = (

@@ -90,6 +90,7 @@ class Replicas(BaseEngine):
         if self._spread is not None:
             cfg = self.runner.cfg
             convert = split_layout(cfg, self._spread.target.shape["tp"])
+            convert = self.runner.weights.needed(convert, params)
             params = self._spread_out("policy", params, cfg.tie_embeddings, convert)
             if head is not None:
                 head = self._spread_out("draft", head)

@@ -130,6 +130,7 @@ class Runner:
         if source is not None and source.network is not None:
             network = settle(source.network, whose="the draft's attention")
             products = matrix.of_draft(config.products)
+            network = network.running(products=matrix.PLAIN)  # not those of the policy's files
             network = matrix.settle(network, mesh, products, whose="the draft's products")
             source = source.with_network(network)
 

@@ -41,8 +41,8 @@ class EngineConfig:
         as `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       products: number format of matrices, such as `int8` or `mxfp4`, or a map from patterns of
         their paths to formats, see `specjax.weights.matrix`. `auto` is that of the checkpoint's
-        files, or for plain ones specjax's own on CPU and XLA's elsewhere; your own is
-        `module:attribute`. Formats that round weights change the policy, and so its tokens.
+        files, or for plain ones specjax's own on CPU and XLA's elsewhere; a class of your own
+        is `module:attribute`. Formats that round weights change the policy, and so its tokens.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
         comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next

@@ -83,12 +83,13 @@ class Weights:
           ValueError: there is no head and the source needs one.
           RuntimeError: the checksum of the parameters changed on the way.
         """
-        if self._mover is None:
-            arrived = self.convert(policy)
+        convert = self.needed(self.convert, policy)
+        if self._mover is not None:
+            arrived = self._mover(policy, convert)
         else:
-            arrived = self._mover(policy, self.convert)
-        exact = matrix.is_exact(self.cfg.run.products)
-        self._check("policy", policy, arrived if exact else policy, self.cfg.tie_embeddings)
+            arrived = policy if convert is None else convert(policy)
+        comparable = convert is None or matrix.is_exact(self.cfg.run.products)
+        self._check("policy", policy, arrived if comparable else policy, self.cfg.tie_embeddings)
         head = self.head if head is None else head
         if self._source is not None:
             if head is None:
@@ -161,6 +162,13 @@ class Weights:
     def convert(self) -> Callable[[Params], Params]:
         """The jitted conversion of policy parameters from the stacked to the decode layout."""
         return jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
+
+    def needed(self, convert: Callable[[Params], Params], policy: Params) -> Callable | None:
+        """Returns a conversion; None if the policy is packed already, and would be copied."""
+        if matrix.is_exact(self.cfg.run.products):
+            return convert
+        kinds = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
+        return None if kinds(policy) == kinds(jax.eval_shape(convert, policy)) else convert
 
     @functools.cached_property
     def _convert_head(self) -> Callable[[Params], Params]:

@@ -26,13 +26,12 @@ from jaxtyping import Array, Float, Int
 
 from specjax.kernels.backend import Declined
 from specjax.kernels.experts import block_rows, blocks_of
-from specjax.kernels.tiles import dot
+from specjax.kernels.tiles import BYTE_ROWS, dot
 from specjax.kernels.triton_lowering import as_on_a_gpu
 
 DTYPES = ("float32", "bfloat16", "float16")
 LEAST = 16  # rows of the smallest product that tensor cores have
 LINE = 128  # bytes of a row that are loaded at once
-TERMS = 32  # rows of bytes that are unpacked at once, of one group
 
 
 class Tile(NamedTuple):
@@ -78,14 +77,36 @@ def experts(
     return _experts(x, stack, sizes, interpret)
 
 
+def multiply_packed(
+    x: Float[Array, "M I"],
+    weight: Any,
+    sizes: Int[Array, " E"],
+    dtype: Any,
+    interpret: bool = False,
+) -> Float[Array, "M O"]:
+    """Multiplies rows by a stack of packed matrices [E I O]; see `experts`.
+
+    Args:
+      weight: a `specjax.weights.packed.Packed`, of which each program unpacks the bytes it reads.
+      dtype: dtype of the result.
+
+    Raises:
+      Declined: the dtype of the rows is not one of `DTYPES`, or the inputs are in no whole groups.
+    """
+    rows = weight.values.shape[1]
+    if x.dtype not in DTYPES or rows % BYTE_ROWS or weight.group % BYTE_ROWS:
+        raise Declined(f"it multiplies {DTYPES} by {BYTE_ROWS} rows, got {x.dtype} by {rows}")
+    return _multiply(x, weight, sizes, dtype, interpret)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _experts(x, stack, sizes, interpret: bool):
-    return _multiply(x, stack, sizes, interpret)
+    return _multiply(x, stack, sizes, x.dtype, interpret)
 
 
 def _backward(interpret: bool, residuals, d_out):
     x, stack, sizes = residuals
-    d_x = _multiply(d_out, stack, sizes, interpret, transposed=True)
+    d_x = _multiply(d_out, stack, sizes, d_out.dtype, interpret, transposed=True)
     return d_x, _outer(x, d_out, sizes, interpret), None
 
 
@@ -104,16 +125,23 @@ def _place(rows: Array, columns: Array, height: Array | int, width: int):
 
 
 # Equal products are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("interpret", "transposed"))
-def _multiply(x, stack, sizes, interpret: bool, transposed: bool = False) -> Float[Array, "M O"]:
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret", "transposed"))
+def _multiply(x, stack, sizes, dtype, interpret: bool, transposed=False) -> Float[Array, "M O"]:
     """Multiplies groups of rows [M I] by their matrices [I O], or by their transposes [O I]."""
-    rows, count = len(x), len(stack)
-    columns = stack.shape[1 if transposed else 2]
+    count, *sides = stack.shape
+    rows, columns = len(x), sides[0 if transposed else 1]
     tile = Tile.of(block_rows(rows, count), x.dtype)
     blocks = blocks_of(jnp.append(sizes, rows - sizes.sum()), rows, tile.rows)
+    packed, parts = None, [stack]
+    if not isinstance(stack, jax.Array):
+        packed, codes = stack, stack.values
+        if jnp.issubdtype(codes.dtype, jnp.floating):  # Triton loads no float8 under a mask
+            codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        halves = 2 if stack.halves else 1
+        parts = [codes, stack.scales.reshape(count, halves, -1, columns)]
     call = pl.pallas_call(
-        functools.partial(_multiply_kernel, tile, transposed),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        functools.partial(_multiply_kernel, tile, packed, transposed),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
         # Programs that run at the same time share rows, and a few matrices.
         grid=(pl.cdiv(columns, tile.columns), len(blocks.matrix)),
         compiler_params=tile.params,
@@ -121,99 +149,43 @@ def _multiply(x, stack, sizes, interpret: bool, transposed: bool = False) -> Flo
         name="experts",
     )
     with as_on_a_gpu():
-        return call(*(a.astype(jnp.int32) for a in blocks[:3]), x, stack)
+        return call(*(a.astype(jnp.int32) for a in blocks[:3]), x, *parts)
 
 
-def _multiply_kernel(tile: Tile, transposed: bool, matrix, first, end, x, stack, out):
+def _multiply_kernel(tile: Tile, packed, transposed: bool, matrix, first, end, x, stack, *refs):
+    *scales, out = refs
     block = pl.program_id(1)
     columns, number = _span(pl.program_id(0), tile.columns), matrix[block]
     rows, limit = first[block] + _span(0, tile.rows), end[block]
-    (count, *shape), terms = stack.shape, x.shape[1]
+    count, *shape = stack.shape
+    height, terms = shape[1 if transposed else 0], BYTE_ROWS if packed else tile.terms
+
+    def factor(part, group):
+        [ref], mask = scales, (columns < out.shape[1]) & (number < count)
+        scale = plgpu.load(ref.at[number, part, group, columns], mask=mask, other=0)
+        return packed.factor(scale)[None]
 
     def add(i, total):
-        inner = _span(i, tile.terms)
-        place, mask = _place(rows, inner, limit, terms)
-        left = plgpu.load(x.at[place], mask=mask, other=0)
+        inner = _span(i, terms)
         place, mask = _place(*((columns, inner) if transposed else (inner, columns)), *shape)
-        right = plgpu.load(stack.at[number, *place], mask=mask, other=0)
-        return total + dot(left, right, ((1,), (1 if transposed else 0,)))
-
-    steps = jnp.where(number < count, jnp.int32(pl.cdiv(terms, tile.terms)), 0)
-    total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    total = jax.lax.fori_loop(0, steps, add, total)
-    place, mask = _place(rows, columns, limit, out.shape[1])
-    plgpu.store(out.at[place], total.astype(out.dtype), mask=mask)
-
-
-def packed(
-    x: Float[Array, "M I"],
-    weight: Any,
-    sizes: Int[Array, " E"],
-    dtype: Any,
-    interpret: bool = False,
-) -> Float[Array, "M O"]:
-    """Multiplies rows by a stack of packed matrices [E I O]; see `experts`.
-
-    Args:
-      weight: a `specjax.weights.packed.Packed`, of which each program unpacks the bytes it reads.
-      dtype: dtype of the result.
-
-    Raises:
-      Declined: the dtype of the rows is not one of `DTYPES`, or the inputs are in no whole groups.
-    """
-    rows = weight.values.shape[1]
-    if x.dtype not in DTYPES or rows % TERMS or (weight.group or TERMS) % TERMS:
-        raise Declined(f"it multiplies {', '.join(DTYPES)} by {TERMS} rows, got {x.dtype}, {rows}")
-    return _multiply_packed(x, weight, sizes, dtype, interpret)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _multiply_packed(x, weight, sizes, dtype: Any, interpret: bool) -> Float[Array, "M O"]:
-    (count, _, columns), rows = weight.shape, len(x)
-    tile = Tile.of(block_rows(rows, count), x.dtype)
-    blocks = blocks_of(jnp.append(sizes, rows - sizes.sum()), rows, tile.rows)
-    codes, scales = weight.values, weight.scales.reshape(count, -1, columns)
-    if jnp.issubdtype(codes.dtype, jnp.floating):  # Triton loads no float8 under a mask
-        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    call = pl.pallas_call(
-        functools.partial(_packed_kernel, tile, weight),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
-        grid=(pl.cdiv(columns, tile.columns), len(blocks.matrix)),
-        compiler_params=tile.params,
-        interpret=interpret,
-        name="experts_packed",
-    )
-    with as_on_a_gpu():
-        return call(*(a.astype(jnp.int32) for a in blocks[:3]), x, codes, scales)
-
-
-def _packed_kernel(tile: Tile, packed, matrix, first, end, x, codes, scales, out):
-    block = pl.program_id(1)
-    columns, number = _span(pl.program_id(0), tile.columns), matrix[block]
-    rows, limit = first[block] + _span(0, tile.rows), end[block]
-    count, height, width = codes.shape
-    groups = scales.shape[1] // 2 if packed.halves else scales.shape[1]
-    inside = columns < width
-
-    def add(i, total):
-        inner = _span(i, TERMS)
-        place, mask = _place(inner, columns, height, width)
-        loaded = plgpu.load(codes.at[number, *place], mask=mask, other=0)
-        group = jax.lax.div(i * TERMS, packed.group) if packed.group else 0
-        factors = []
-        for part in range(2 if packed.halves else 1):
-            row = jnp.full_like(columns, part * groups + group)
-            scale = plgpu.load(scales.at[number, row, columns], mask=inside, other=0)
-            factors.append(packed.factor(scale)[None])
-        for part, right in enumerate(packed.unpacked(loaded, factors)):
+        parts = [plgpu.load(stack.at[number, *place], mask=mask, other=0)]
+        if packed:
+            factors = None
+            if packed.group:
+                group = jax.lax.div(i * terms, packed.group)
+                factors = [factor(part, group) for part in range(scales[0].shape[1])]
+            parts = packed.unpacked(*parts, factors)
+        for part, right in enumerate(parts):
             place, mask = _place(rows, part * height + inner, limit, x.shape[1])
             left = plgpu.load(x.at[place], mask=mask, other=0)
-            total = total + dot(left, right.astype(x.dtype))
+            total += dot(left, right.astype(x.dtype), ((1,), (1 if transposed else 0,)))
         return total
 
-    steps = jnp.where(number < count, jnp.int32(height // TERMS), 0)
+    steps = jnp.where(number < count, jnp.int32(pl.cdiv(height, terms)), 0)
     total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     total = jax.lax.fori_loop(0, steps, add, total)
+    if packed and not packed.group:  # values are exact in every dtype, those by scales are not
+        total *= factor(0, 0)
     place, mask = _place(rows, columns, limit, out.shape[1])
     plgpu.store(out.at[place], total.astype(out.dtype), mask=mask)
 

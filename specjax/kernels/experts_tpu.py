@@ -25,13 +25,14 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int
 
 from specjax.kernels.backend import Declined
-from specjax.kernels.tiles import dot
+from specjax.kernels.tiles import BYTE_ROWS, dot
 
 DTYPES = ("float32", "bfloat16")
 LANES, PACKED = 128, 16  # multiples of which arrays in VMEM have columns, and rows of any dtype
-SUBLANES = 32  # rows of a tile of bytes
 ROWS = 128  # rows of a block
-# Kernels have 16 MiB of VMEM, for two blocks of each array and for sums in float32.
+# Kernels have 16 MiB of VMEM, for two blocks of each array and for sums in float32, unless they ask
+# for more: every chip has it.
+VMEM, UNPACKED = 40 * 2**20, 18 * 2**20  # what they ask for, and most of a block to be unpacked
 BLOCK, WIDEST = 7 * 2**19, 2048  # bytes of a block of a matrix, and its columns
 LONGEST = 8 * 2**10  # bytes of a row of a block of rows
 FEW, FEW_BYTES, FEW_OUT = 512, 2**21, 2**20  # few rows, their bytes, and those of their results
@@ -63,7 +64,7 @@ def experts(
 def _experts(x, stack, sizes, interpret: bool):
     column = LANES * stack.shape[1] * x.dtype.itemsize
     if len(x) <= FEW and x.nbytes <= FEW_BYTES and column <= BLOCK:
-        return _few(x, stack, sizes, interpret)
+        return _few(x, stack, sizes, x.dtype, interpret)
     x, rows = _padded(x, ROWS), len(x)
     tiling = ROWS, *_block(*stack.shape[1:], x.dtype)
     with _exactly(x.dtype), set_xla_metadata(ragged_dot_tiling=",".join(map(str, tiling))):
@@ -90,7 +91,7 @@ _experts.defvjp(lambda *given: (_experts(*given), given[:3]), _backward)
 # --- few rows -------------------------------------------------------------------------------------
 
 
-def packed(
+def multiply_packed(
     x: Float[Array, "M I"],
     weight: Any,
     sizes: Int[Array, " E"],
@@ -104,31 +105,36 @@ def packed(
       dtype: dtype of the result.
 
     Raises:
-      Declined: there are many rows, or a part of the matrices has no whole tiles.
+      Declined: there are many rows, a part of the matrices has no whole tiles, or a block of all
+        their inputs is too large for VMEM.
     """
     if x.dtype not in DTYPES or len(x) > FEW or x.nbytes > 2 * FEW_BYTES:
         raise Declined(f"it multiplies up to {FEW} rows of {DTYPES}, got {x.shape} of {x.dtype}")
-    if weight.group % SUBLANES or weight.values.shape[1] % SUBLANES:
-        raise Declined(f"it unpacks {SUBLANES} rows of one group, got {weight.shape}")
-    return _few(x, weight, sizes, interpret, dtype)
+    rows = weight.values.shape[1]
+    block = LANES * (weight.shape[1] * x.dtype.itemsize + 2 * rows)
+    if weight.group % BYTE_ROWS or rows % BYTE_ROWS or block > UNPACKED:
+        wanted = f"{BYTE_ROWS} rows of a group, in blocks of {UNPACKED} bytes"
+        raise Declined(f"it unpacks {wanted}, got {weight.shape} in blocks of {block}")
+    return _few(x, weight, sizes, dtype, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))  # equal products are traced once
-def _few(x, stack, sizes, interpret: bool, dtype: Any = None) -> Float[Array, "M O"]:
-    """Multiplies rows that are all in VMEM, by one matrix of a group that has rows at a time."""
+def _few(x, stack, sizes, dtype: Any, interpret: bool) -> Float[Array, "M O"]:
+    """Multiplies rows that are all in VMEM, by one matrix of a group that has rows at a time.
+
+    The stack is an array [E I O] or a `Packed`; `dtype` is that of the result.
+    """
     (count, inner, columns), rows = stack.shape, len(x)
     x = _padded(x, PACKED)
     side = min(BLOCK // inner, FEW_OUT // len(x)) // x.dtype.itemsize
-    parts, scratch = [stack], []
-    if is_packed := not hasattr(stack, "dtype"):  # it is unpacked a block at a time
-        side = min(columns, max(min(side // LANES, WIDEST // LANES), 1) * LANES)
-        parts, groups = [stack.values, stack.scales], math.prod(stack.scales.shape[1:-1])
-        scratch = [
-            pltpu.VMEM((inner, side), x.dtype),
-            pltpu.VMEM((groups, side), jnp.float32),
-        ]
-    else:
+    if isinstance(stack, jax.Array):
         side = _divisor(columns, min(WIDEST, side))
+        kernel, parts, scratch = _few_kernel, [stack], []
+    else:  # it is unpacked a block at a time
+        side = min(columns, max(min(side // LANES, WIDEST // LANES), 1) * LANES)
+        kernel, parts = functools.partial(_packed_kernel, stack), [stack.values, stack.scales]
+        groups = math.prod(stack.scales.shape[1:-1])
+        scratch = [pltpu.VMEM((inner, side), x.dtype), pltpu.VMEM((groups, side), jnp.float32)]
     ends, active = jnp.cumsum(sizes), jnp.cumsum(sizes > 0)
     turn = jnp.arange(min(rows, count))
     matrix = jnp.searchsorted(active, turn, side="right", method="compare_all")
@@ -141,8 +147,8 @@ def _few(x, stack, sizes, interpret: bool, dtype: Any = None) -> Float[Array, "M
         )
 
     call = pl.pallas_call(
-        functools.partial(_few_kernel, stack if is_packed else None),
-        out_shape=jax.ShapeDtypeStruct((len(x), columns), dtype or x.dtype),
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((len(x), columns), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(columns, side), jnp.maximum(active[-1], 1)),
@@ -150,7 +156,10 @@ def _few(x, stack, sizes, interpret: bool, dtype: Any = None) -> Float[Array, "M
             out_specs=pl.BlockSpec((len(x), side), lambda j, *_: (0, j)),
             scratch_shapes=scratch,
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM if inner * side * x.dtype.itemsize > BLOCK else None,
+        ),
         interpret=interpret,
         name="experts",
     )
@@ -159,49 +168,47 @@ def _few(x, stack, sizes, interpret: bool, dtype: Any = None) -> Float[Array, "M
     return call(matrix, (ends - sizes)[matrix], ends[matrix], x, *parts)[:rows]
 
 
-def _few_kernel(packed: Any, matrix, begin, end, x, *refs):
+def _few_kernel(matrix, begin, end, x, weights, out, scale=None):
     turn, block = pl.program_id(1), min(len(x) & -len(x), ROWS)
     first, limit = begin[turn], end[turn]
-    if packed is None:
-        weights, out = refs
-    else:
-        codes, scales, out, weights, factors = refs
 
     @pl.when(turn == 0)
     def _():
         out[...] = jnp.zeros_like(out)
 
-    if packed is not None:
-
-        @pl.when(first < limit)
-        def _():
-            _unpack(packed, codes, scales, weights, factors)
-
     def add(i, _):
         start = pl.multiple_of(i * block, block)
         span = pl.ds(start, block)
         row = start + jax.lax.broadcasted_iota(jnp.int32, (block, out.shape[1]), 0)
-        product = dot(x[span], weights[...]).astype(out.dtype)
+        product = dot(x[span], weights[...])
+        product = (product if scale is None else product * scale[...]).astype(out.dtype)
         out[span] = jnp.where((first <= row) & (row < limit), product, out[span])
 
     blocks = jax.lax.div(first, block), jax.lax.div(limit + block - 1, block)
     jax.lax.fori_loop(*blocks, add, None)
 
 
-def _unpack(packed, codes, scales, weights, factors):
-    """Unpacks a block of a matrix, a tile of rows after the other."""
-    factors[...] = packed.factor(scales[...]).reshape(factors.shape)
-    parts = 2 if packed.halves else 1
+def _packed_kernel(packed, matrix, begin, end, x, codes, scales, out, weights, factors):
+    """Unpacks a block of a matrix, a tile of rows after the other, and multiplies by it."""
+    parts, turn = 2 if packed.halves else 1, pl.program_id(1)
+    groups = len(factors) // parts
 
-    def tile(i, _):
-        span = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
-        group = jax.lax.div(i * SUBLANES, packed.group) if packed.group else 0
-        scale = [factors[pl.ds(group + part * (len(factors) // parts), 1)] for part in range(parts)]
+    def unpack(i, _):
+        span, scale = pl.ds(pl.multiple_of(i * BYTE_ROWS, BYTE_ROWS), BYTE_ROWS), None
+        if packed.group:
+            group = jax.lax.div(i * BYTE_ROWS, packed.group)
+            scale = [factors[pl.ds(part * groups + group, 1)] for part in range(parts)]
         for part, tile in enumerate(packed.unpacked(codes[span], scale)):
-            place = pl.multiple_of(part * len(codes) + i * SUBLANES, SUBLANES)
-            weights[pl.ds(place, SUBLANES)] = tile.astype(weights.dtype)
+            place = pl.multiple_of(part * len(codes) + i * BYTE_ROWS, BYTE_ROWS)
+            weights[pl.ds(place, BYTE_ROWS)] = tile.astype(weights.dtype)
 
-    jax.lax.fori_loop(0, len(codes) // SUBLANES, tile, None)
+    @pl.when(begin[turn] < end[turn])
+    def _():
+        factors[...] = packed.factor(scales[...]).reshape(factors.shape)
+        jax.lax.fori_loop(0, len(codes) // BYTE_ROWS, unpack, None)
+
+    # Values are exact in every dtype, and values by their scale are not.
+    _few_kernel(matrix, begin, end, x, weights, out, None if packed.group else factors)
 
 
 # --- blocks ---------------------------------------------------------------------------------------

@@ -163,11 +163,12 @@ class _CausalWithOwn(splash.Mask):
 
 def splash_attention(
     q, k, v, own, segment_ids, *,
-    window: int | None = None, interpret: bool = False,
+    window: int | None = None, sinks: Array | None = None, interpret: bool = False,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
+      sinks: see `reference.tree_attention`.
       interpret: whether to interpret the kernel on CPU, for tests.
     """
     _, n, s, h = q.shape
@@ -192,7 +193,8 @@ def splash_attention(
     )  # fmt: skip
     keys, values = _with_own(k, v, own)
     ids = splash.SegmentIds(segment_ids, jnp.tile(segment_ids, (1, 1 + len(own))))
-    return jax.vmap(attend)(q * h**-0.5, keys, values, ids)[:, :, :s].astype(q.dtype)
+    rows = jax.vmap(functools.partial(attend, sinks=sinks))
+    return rows(q * h**-0.5, keys, values, ids)[:, :, :s].astype(q.dtype)
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+BYTE_ROWS = 32  # rows of packed bytes that are unpacked at once: those of a tile of TPUs
+
 
 def dot(a, b, contract=((1,), (0,))):
     """Multiplies two tiles, and adds up in float32.

@@ -606,7 +606,8 @@ def _scores(q, keys):
 def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
     if device is not None and device.platform != "tpu":
         return f"it is compiled for TPUs, and the device is {device.platform!r}"
-    if odd := [size for size in head_sizes(cfg) if size % LANES]:
+    splash = operation == "causal_attention"  # which fills lanes up
+    if odd := [size for size in head_sizes(cfg) if size % LANES and not splash]:
         return f"head_dim must be a multiple of {LANES}, got {odd[0]}"
     return None
 
@@ -628,7 +629,8 @@ def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
             "context_attention": CONTEXT_ATTENTION,
             "experts": experts_tpu.experts,
         },
-        takes={**library.TAKES, "context_attention": ("window", "sinks")},
+        takes={name: ("window", "sinks") for name in ("causal_attention", "context_attention")}
+        | {"tree_attention": library.TAKES["tree_attention"]},
         refuses=_refuses,
         line=f"Pallas tree attention for {chips}, splash attention in training",
         kinds=kinds,

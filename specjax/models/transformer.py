@@ -42,6 +42,7 @@ from specjax.weights.matrix import (
     is_array,
     is_exact,
     pack,
+    require_matches,
     rows,
     transposed,
     unpack,
@@ -613,6 +614,12 @@ def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
 def to_format(params: Params, cfg: ModelConfig) -> Params:
     """Converts matrices in decode layout to `cfg.run.products`, see `specjax.weights.matrix`."""
     of, width = top_rows(cfg), cfg.hidden_size
+    if "lm_head" not in params:
+        del of["lm_head"]
+    rows = [layer_rows(layer, width) for layer in cfg.layers]
+    if cfg.run.fused and not cfg.run.scan_layers:
+        rows = [*map(fused_rows, rows)]
+    require_matches(cfg.run.products, {**of, "layers": dict(enumerate(rows))})
     if cfg.run.scan_layers and "layers" in params:
 
         def stacked(stack) -> Params:
@@ -622,8 +629,7 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
 
         layers = {"layers": tree_of(cfg.layers, stacked)}
         return pack({k: v for k, v in params.items() if k != "layers"}, of, cfg) | layers
-    rows = (layer_rows(layer, width) for layer in cfg.layers)
-    of["layers"] = dict(enumerate(map(fused_rows, rows) if cfg.run.fused else rows))
+    of["layers"] = dict(enumerate(rows))
     return pack(params, of, cfg)
 
 

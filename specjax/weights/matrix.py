@@ -95,6 +95,32 @@ def of_draft(products: Products) -> Products:
     return tuple((pattern.removeprefix(DRAFT), name) for pattern, name in pairs) or AUTO
 
 
+def require_matches(products: Products, rows: Mapping[Any, Any]) -> None:
+    """Checks that each pattern matches a matrix; those of the draft are checked where it is packed.
+
+    Args:
+      rows: the `Param` rows, in nested dicts.
+
+    Raises:
+      ValueError: a pattern matches none.
+    """
+
+    def paths_of(rows: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+        for name, row in rows.items():
+            if isinstance(row, Mapping):
+                yield from paths_of(row, f"{prefix}{name}.")
+            elif row.matrix or row.table:
+                yield f"{prefix}{name}"
+
+    paths = [*paths_of(rows)]
+    for pattern, _ in () if isinstance(products, str) else products:
+        if not pattern.startswith(DRAFT) and not fnmatch.filter(paths, pattern):
+            raise ValueError(
+                f"products: expected patterns that match paths of matrices, such as {paths[0]} or "
+                f"{paths[-1]}, got {pattern!r}, which matches none"
+            )
+
+
 def is_array(matrix: Any) -> bool:
     """Returns whether a matrix is an array or the shape of one, rather than a `Weight`."""
     return isinstance(matrix, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
@@ -200,12 +226,12 @@ def experts(
 
     Args:
       sizes: number of rows of each matrix; rows behind those are zero in the result.
-      kernel: name of the backend that multiplies by arrays, see `specjax.kernels.dispatch`.
+      kernel: name of the backend, see `specjax.kernels.dispatch`.
     """
     if is_array(stack):
         return dispatch.experts(x, stack.astype(x.dtype), sizes, kernel=kernel)
     if hasattr(stack, "experts"):
-        return stack.experts(x, sizes).astype(x.dtype)
+        return stack.experts(x, sizes, kernel).astype(x.dtype)
     return by_blocks(x, stack, sizes, dot)
 
 
@@ -308,10 +334,16 @@ class Plain:
         return None
 
 
+def asked_of(cfg: ModelConfig, asked: Products) -> Products:
+    """Returns the formats that are asked for: `auto` keeps those of a packed checkpoint."""
+    packed_in_files = asked == AUTO and not isinstance(cfg.run.products, str)
+    return cfg.run.products if packed_in_files else check_products(asked)
+
+
 def settle(
     cfg: ModelConfig,
     mesh: jax.sharding.Mesh | None,
-    asked: str = AUTO,
+    asked: Products = AUTO,
     whose: str = "products",
 ) -> ModelConfig:
     """Returns the config with the format of matrices in decoding, and logs it.
@@ -326,9 +358,7 @@ def settle(
       ValueError: the format that was asked for is unknown, or cannot be used.
     """
     device = dispatch.device_of(mesh)
-    if (asked := check_products(asked)) == AUTO and not isinstance(cfg.run.products, str):
-        asked = cfg.run.products  # those of a packed checkpoint
-    if asked != AUTO:
+    if (asked := asked_of(cfg, asked)) != AUTO:
         pairs = (("*", asked),) if isinstance(asked, str) else asked
         for pattern, name in pairs:
             kind = FORMATS.find(name)

@@ -80,11 +80,14 @@ def pack_blocks(
     rounded to the nearest, ties to even codes, and none becomes more than 6 times that power.
 
     Args:
-      values: finite numbers, as many as a multiple of 32 along the last axis.
+      values: numbers, as many as a multiple of 32 along the last axis. A block that has one which
+        is not finite has none that is.
     """
     values = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
-    _, exponents = np.frexp(np.abs(values).max(-1))  # of a number in [0.5, 1)
-    scales = np.clip(exponents - 3 + _BIAS, 0, 254).astype(np.uint8)
+    largest = np.abs(values).max(-1)
+    _, exponents = np.frexp(largest)  # of a number in [0.5, 1)
+    scales = np.where(np.isfinite(largest), np.clip(exponents - 3 + _BIAS, 0, 254), 255)
+    scales = scales.astype(np.uint8)
     scaled = np.ldexp(values, _BIAS - scales[..., None].astype(np.int32))
     codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return codes[..., ::2] | codes[..., 1::2] << 4, scales

@@ -14,8 +14,9 @@ exponent floor(log2(largest magnitude)) - 2: packing the weights of an MXFP4 fil
 weights (OCP Microscaling Formats 1.0, section 6.3). An embedding is packed as the language-model
 head that it may be: its inputs are the columns.
 
-Few rows are multiplied by kernels on TPUs and GPUs where inputs have several scales: XLA would
-write the whole matrix to memory in full. Under a mesh only experts have kernels.
+XLA writes a matrix to memory in full before it multiplies: on GPUs always, on TPUs where inputs
+have several scales. There few rows are multiplied by kernels. Under a mesh only experts have
+kernels. A table with several scales in a row is multiplied a part at a time.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from jaxtyping import Array, Float, Int
 from specjax.config import ModelConfig
 from specjax.interfaces import Device
 from specjax.kernels import experts_gpu, experts_tpu
-from specjax.kernels.backend import Declined
+from specjax.kernels.backend import REFERENCE, Declined
 from specjax.kernels.experts import by_blocks
+from specjax.kernels.tiles import BYTE_ROWS
 from specjax.weights.matrix import dot
 
 GROUP, SQUARE = 32, 128  # inputs of one scale in formats of 4 bits and in `fp8_block`
-TILE = 32  # bytes of a column in a tile of TPUs
+PART = 2048  # rows of a table that are unpacked at once
 
 
 def _static() -> Any:
@@ -140,8 +142,8 @@ class Packed:
         *stack, rows, columns = axes
         size = self.shape[self._axis]
         groups = self.scales.shape[self._axis] * self.group * (2 if self.halves else 1)
-        is_whole = self.group and groups != size  # there is an incomplete group, or none
-        inputs = None if is_whole else axes[self._axis]
+        has_other_groups = self.group and groups != size  # an incomplete one, or `aligned`
+        inputs = None if has_other_groups else axes[self._axis]
         groups = (None, inputs) if self.halves else (inputs if self.group else None,)
         values, scales = (
             ((rows, inputs), (rows, *groups))
@@ -191,14 +193,28 @@ class Packed:
         if not self.group:
             sums = dot(x, self.decoded(self.values).astype(x.dtype).T, jnp.float32)
             return sums * self.factor(self.scales)[..., 0]
-        return self._by_halves(x)
+        count, size = self.shape[0], min(PART, self.shape[0])
+        if not jax.sharding.get_abstract_mesh().empty:  # which splits the rows
+            return self._by_halves(x)
 
-    def experts(self, x: Float[Array, "M I"], sizes: Int[Array, " E"]) -> Float[Array, "M O"]:
+        def add_part(number: Array, sums: Array) -> Array:
+            first = jnp.minimum(number * size, count - size)
+            part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), self)
+            return jax.lax.dynamic_update_slice_in_dim(sums, part._by_halves(x), first, -1)
+
+        sums = jnp.zeros((*x.shape[:-1], count), jnp.float32)
+        return jax.lax.fori_loop(0, -(-count // size), add_part, sums)
+
+    def experts(
+        self, x: Float[Array, "M I"], sizes: Int[Array, " E"], kernel: str
+    ) -> Float[Array, "M O"]:
         """See `Weight`; on one of the devices of a mesh if there are several."""
 
         def blocks(x: Array, sizes: Array, weight: Packed) -> Array:
             return by_blocks(x, weight, sizes, lambda rows, one: one._in_xla(rows).astype(x.dtype))
 
+        if kernel == REFERENCE:
+            return blocks(x, sizes, self)
         return _by_kernel(x, sizes, self, x.dtype, blocks)
 
     def _in_xla(self, x: Array) -> Array:
@@ -223,7 +239,7 @@ class Packed:
         one matrix, would get a copy of all scales.
         """
         *rest, groups, _ = self.scales.shape
-        more = -groups % (TILE // self.scales.dtype.itemsize) if self.group else 0
+        more = -groups % (BYTE_ROWS // self.scales.dtype.itemsize) if self.group else 0
         parts = 2 if self.halves else 1
         if 8 * parts * more * self.scales.dtype.itemsize > self.values.shape[-2]:
             return self
@@ -232,16 +248,20 @@ class Packed:
 
     # --- in kernels ------------------------------------------------------------------------------
 
-    def unpacked(self, codes: Array, factors: Sequence[Array]) -> list[Float[Array, "R O"]]:
+    def unpacked(
+        self, codes: Array, factors: Sequence[Array] | None = None
+    ) -> list[Float[Array, "R O"]]:
         """Unpacks bytes in a kernel: the weights in float32 of their inputs in each half, or all.
 
         Args:
           codes: rows of bytes that are in one group.
-          factors: float32 scales [1 O] of that group in each half.
+          factors: float32 scales [1 O] of that group in each half; None: they are left out.
         """
         codes = codes.astype(jnp.int32)
-        parts = (codes & 15, codes >> 4) if self.halves else (codes,)
-        return [self.decoded(part) * scale for part, scale in zip(parts, factors, strict=True)]
+        parts = [*map(self.decoded, (codes & 15, codes >> 4) if self.halves else (codes,))]
+        if factors is None:
+            return parts
+        return [part * scale for part, scale in zip(parts, factors, strict=True)]
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
         """See `Weight.rows`; only for a matrix that was packed as a table."""
@@ -274,7 +294,9 @@ def _by_kernel(
 
         return run
 
-    kernels = {"cuda": by(experts_gpu.packed)} | ({"tpu": by(experts_tpu.packed)} if on_tpu else {})
+    kernels = {"cuda": by(experts_gpu.multiply_packed)} | (
+        {"tpu": by(experts_tpu.multiply_packed)} if on_tpu else {}
+    )
     return jax.lax.platform_dependent(x, sizes, stack, **kernels, default=in_xla)
 
 
@@ -342,11 +364,15 @@ class Fp8(Packed):
 
     @classmethod
     def decoded(cls, values: Array) -> Float[Array, "..."]:
-        return values.astype(jnp.float32)
+        if values.dtype == jnp.float8_e4m3fn:
+            return values.astype(jnp.float32)
+        return jnp.where(values & 127 == 127, jnp.nan, _float_of(values, 4, 3))
 
-    def unpacked(self, codes: Array, factors: Sequence[Array]) -> list[Float[Array, "R O"]]:
-        bits = jax.lax.bitcast_convert_type(codes, jnp.uint8)  # few TPUs and GPUs convert fp8
-        return [_float_of(bits, 4, 3) * factors[0]]
+    def unpacked(
+        self, codes: Array, factors: Sequence[Array] | None = None
+    ) -> list[Float[Array, "R O"]]:
+        # Few TPUs and GPUs convert fp8.
+        return super().unpacked(jax.lax.bitcast_convert_type(codes, jnp.uint8), factors)
 
 
 @jax.tree_util.register_dataclass
@@ -391,6 +417,7 @@ class Mxfp4(Packed):
     """float4_e2m1fn, a power of two for every 32 inputs (OCP Microscaling Formats 1.0)."""
 
     line: ClassVar[str] = f"mxfp4, a power of two per {GROUP} inputs"
+    largest: ClassVar[float] = 6.0
     of_group: ClassVar[int] = GROUP
     halves: ClassVar[bool] = True
 
@@ -398,7 +425,7 @@ class Mxfp4(Packed):
     def scale_of(cls, most: Float[Array, "..."]) -> Array:
         _, exponent = jnp.frexp(most)  # of a mantissa from 1/2, so one more than floor(log2)
         scales = jnp.where(most == 0, 127, jnp.clip(exponent - 3 + 127, 1, 254))
-        return jnp.where(jnp.isfinite(most), scales, 255).astype(jnp.uint8)  # 255 is NaN
+        return jnp.where(jnp.isfinite(most), scales, 255).astype(jnp.uint8)  # 255 is not finite
 
     @classmethod
     def factor(cls, scales: Array) -> Float[Array, "..."]:
@@ -406,18 +433,12 @@ class Mxfp4(Packed):
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
-        # Half-way between two values the one whose last bit is zero is next, as ties are to even.
-        size, code = jnp.abs(x), jnp.zeros(x.shape, jnp.uint8)
-        for number, (bound, even) in enumerate(_BOUNDS):
-            code = jnp.where((size > bound) | ((size == bound) & even), number + 1, code)
-        return (code | jnp.where(jnp.signbit(x), 8, 0)).astype(jnp.uint8)
+        # Codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; of halves the even code is the nearest.
+        size = jnp.minimum(jnp.abs(x), cls.largest)
+        coarse = jnp.where(size < 4, jnp.round(size) + 2, jnp.round(size / 2) + 4)
+        code = jnp.where(size < 2, jnp.round(2 * size), coarse).astype(jnp.uint8)
+        return code | jnp.where(jnp.signbit(x), 8, 0).astype(jnp.uint8)
 
     @classmethod
     def decoded(cls, values: Array) -> Float[Array, "..."]:
         return _float_of(values, 2, 1)
-
-
-# The midpoints of the values 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether the upper one is even.
-_BOUNDS = tuple(
-    (bound, number % 2 == 1) for number, bound in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5))
-)

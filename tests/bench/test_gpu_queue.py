@@ -184,6 +184,13 @@ def test_a_small_run_and_what_is_committed_are_shown_with_targets(tmp_path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows/1", "top_p/8", "plain_oss/1", "round_oss_penalties/1"])
+def test_parts_that_measure_rounds_run(name, tmp_path):
+    gpu.act(gpu.parse(["--small", "--parts", name, "--out", str(tmp_path)]))
+    assert record_of(tmp_path, name)["figures"]["outcome"]["value"] == "done"
+
+
+@pytest.mark.slow
 def test_programs_of_parts_compile_without_being_run(monkeypatch, capsys):
     class Here(Place):
         """This machine's device in place of a card that is not there."""

@@ -164,6 +164,7 @@ def test_temperature_undoes_a_wrong_factor_of_the_logits(policy, eagle, kind):
         ({"taps": ("post_norm",)}, ["scales"], "a head of the final state lacks"),
         ({"own_head": False, "norm_output": True}, ["temperature"], "recycles normed states"),
         (None, ["norm"], "norms the policy's states already"),
+        ({"mask_token": 0}, ["scales"], "do not apply to heads with mask_hidden"),
     ],
 )
 def test_what_cannot_be_aligned_is_refused_with_the_reason(

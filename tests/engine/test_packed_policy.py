@@ -6,6 +6,7 @@ import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import engines
 import jax
@@ -19,9 +20,12 @@ from tiny import apt, prompts_of, sharpened
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
+from specjax.engine import weights as engine_weights
+from specjax.engine.llm import page_budget
 from specjax.models.transformer import init_params, rounded, unroll_layers
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from specjax.weights.matrix import unpack
+from specjax.shipped import find_shipped
+from specjax.weights.matrix import packed, unpack
 from specjax.weights.packed import Packed
 from specjax.weights.safetensors import Tensor
 from tests.weights import test_fp8
@@ -162,7 +166,7 @@ def test_what_drafts_over_a_packed_policy_changes_no_token(draft):
 # --- memory --------------------------------------------------------------------------------------
 
 LARGE = {
-    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 4096,
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 2048,
 }  # fmt: skip
 SHARES = {"int8": 0.55, "fp8": 0.55, "fp8_block": 0.55, "mxfp4": 0.3, "xla": None}
 
@@ -193,6 +197,12 @@ def test_a_policy_that_is_packed_is_never_held_in_full(products, saved, monkeypa
         most.append(max(tracemalloc.get_traced_memory()[0], on_devices))
         return part
 
+    def compared(*given, **more):  # when the engine has taken the weights
+        most.append(bytes_of(jax.live_arrays()) - before)
+        return compare(*given, **more)
+
+    compare = engine_weights.require_same
+    monkeypatch.setattr(engine_weights, "require_same", compared)
     monkeypatch.setattr(Tensor, "__getitem__", counted)
     tracemalloc.start()
     try:
@@ -206,6 +216,24 @@ def test_a_policy_that_is_packed_is_never_held_in_full(products, saved, monkeypa
     if products != "xla":
         pairs = zip(*map(jax.tree.leaves, (llm.params, runner.weights.policy)), strict=True)
         assert all(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in pairs)
+
+
+def test_packed_weights_leave_their_room_to_caches():
+    """gpt-oss-20b on a card of 80 GB, which would hold it in bfloat16 but once."""
+    cfg = hf.read_config(find_shipped("assets/shapes/gpt-oss-20b"))
+    card = mock.Mock(platform="gpu", process_index=0, memory_stats=lambda: {"bytes_limit": 80e9})
+    with mock.patch("jax.local_devices", lambda: [card]):
+        sizes = [
+            page_budget(cfg, None, None, {}, (("*experts*", name),)) for name in ("mxfp4", "xla")
+        ]
+    assert sizes[0] > 40e9 and sizes[1] == 0
+
+
+def test_weights_of_files_are_rounded_once(saved):
+    """Not to the dtype of the run before."""
+    wanted = packed(model("tied")[1]["embed"], "int8", table=True)
+    held = llm_of(saved("tied"), "int8", dtype="bfloat16").params["embed"]
+    jax.tree.map(np.testing.assert_array_equal, held, wanted)
 
 
 # --- files that are packed -----------------------------------------------------------------------
@@ -261,6 +289,17 @@ def test_fp8_matrices_that_would_be_rounded_again_are_dequantised(name, side, in
     assert_same(kept, unroll_layers(stacked, cfg.running(fused=False)) if is_packed else stacked)
 
 
+def test_what_is_packed_in_files_stays_so_for_whole_halves_and_for_the_policy_alone(in_fp8, saved):
+    path = saved("gpt_oss", intermediate_size=96)
+    kept = formats(hf.load_checkpoint(path, "float32", products="auto")[1])
+    assert kept["layers"][0]["experts_gate"] == "Mxfp4"
+    assert kept["layers"][0]["experts_down"] == "array"  # of three blocks of inputs
+    spec = SpecConfig("1_1_2", draft="random", draft_kind="eagle3")
+    llm = llm_of(in_fp8("tied", 128), "auto", spec, dtype="float32")
+    assert "Fp8Block" in jax.tree.leaves(formats(llm.params))
+    assert {*jax.tree.leaves(formats(llm.engine.runner.weights.head))} == {"array"}
+
+
 # --- rules ---------------------------------------------------------------------------------------
 
 
@@ -281,6 +320,13 @@ def test_layers_that_are_scanned_have_one_format():
     assert tokens(scanned, GREEDY) == tokens(unrolled, GREEDY)
     with pytest.raises(ValueError, match=r"^expected one format for down of all .* int4, int8; "):
         llm_of(given, {"layers.0.*": "int4", "*": "int8"}, scan_layers=True)
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.*.down_proj", "lm_head", "draft.*.wq"])
+def test_a_pattern_that_matches_no_matrix_is_refused(pattern):
+    matched = pattern.removeprefix("draft.").replace("*", r"\*")
+    with pytest.raises(ValueError, match=rf"^products: expected patterns .*, got '{matched}', "):
+        llm_of(model("tied"), {pattern: "int8"}, SpecConfig("1_1_2"))
 
 
 @pytest.mark.parametrize("products", ["int9", {"*.down": "int8", "*": "int9"}])

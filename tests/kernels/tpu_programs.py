@@ -260,7 +260,9 @@ def of_packed(mesh, name: str, shape: tuple[int, ...]):
     weight = jax.eval_shape(lambda a: matrix.packed(a, name, False, experts), array)
     x = jax.ShapeDtypeStruct((32 if experts else 8, shape[-2]), jnp.bfloat16)
     sizes = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
-    product = matrix.experts if experts else lambda x, weight, _: matrix.dot(x, weight)
+    kernel = dispatch.settle(MODEL, mesh).run.attention
+    by_experts = functools.partial(matrix.experts, kernel=kernel)
+    product = by_experts if experts else lambda x, weight, _: matrix.dot(x, weight)
     where = lambda mesh, tree: jax.tree.map(lambda _: whole(mesh), tree)  # noqa: E731
     return jax.jit(product).lower(*(on_mesh(mesh, one, where) for one in (x, weight, sizes)))
 
@@ -302,6 +304,7 @@ PACKED = {
     for name in ("xla", "int8", "fp8", "fp8_block", "mxfp4", "int4")
     for kind, shape in (("experts", STACK), ("matrix", WIDE_MATRIX))
 }
+PACKED["fp8_block long"] = functools.partial(of_packed, name="fp8_block", shape=(29568, 512))
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),

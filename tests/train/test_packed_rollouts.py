@@ -59,9 +59,11 @@ def test_tis_weighs_by_the_packed_policy_and_a_stopped_run_keeps_its_formats(pol
         assert 0.9 < record["train/tis"] < 1.1 and record["train/tis"] != 1
     assert len({record[TOKENS] for record in records}) == 3
     run(policy, tmp_path / "run", **changes, steps=2)
-    other = {**PACKED, **changes, "steps": 3, "rollout.products": "int8"}
-    with pytest.raises(SystemExit, match="made with other settings of rollout"):
-        rl.main([*tiny_run.arguments(policy, tmp_path / "run", **other), "--resume"])
+    reordered = '{"*": int8, "draft.*": int8, "*.down": int4, embed: xla}'
+    for products in ("int8", reordered):
+        other = {**PACKED, **changes, "steps": 3, "rollout.products": products}
+        with pytest.raises(SystemExit, match="made with other settings of rollout"):
+            rl.main([*tiny_run.arguments(policy, tmp_path / "run", **other), "--resume"])
     run(policy, tmp_path / "run", "--resume", **changes, steps=3)
     assert_same_run(tmp_path / "run", whole)
 

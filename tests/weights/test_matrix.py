@@ -117,7 +117,7 @@ def test_rows_are_multiplied_with_the_experts_that_they_choose(name, monkeypatch
 
 def test_a_format_may_have_experts_of_its_own():
     class Own(Halves):
-        def experts(self, x, sizes):
+        def experts(self, x, sizes, kernel):
             return jnp.full((len(x), self.shape[-1]), 7.0)
 
     out = matrix.experts(jnp.ones((2, 4)), Own(jnp.ones((3, 4, 8))), jnp.array([1, 0, 1]))

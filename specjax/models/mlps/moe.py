@@ -266,10 +266,17 @@ class Mixture:
         def product(rows: Array, name: str) -> Array:
             with jax.named_scope(name):
                 out = experts(rows, stacks[name], chosen.sizes, kernel)
-            return out + of_each(stacks[f"{name}_bias"].astype(out.dtype)) if self.biases else out
+            return (
+                out + expert_biases(stacks[f"{name}_bias"].astype(out.dtype))
+                if self.biases
+                else out
+            )
 
-        def of_each(biases: Array) -> Array:
-            """Returns the bias of each row's expert; a product, whose gradient is in any order."""
+        def expert_biases(biases: Array) -> Array:
+            """Returns the bias of each row's expert.
+
+            It is a product, so that the order in which GPUs add rows does not change the gradient.
+            """
             ends, place = jnp.cumsum(chosen.sizes), jnp.arange(len(rows))[:, None]
             holds = (ends - chosen.sizes <= place) & (place < ends)
             return holds.astype(biases.dtype) @ biases
