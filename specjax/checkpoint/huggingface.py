@@ -371,8 +371,9 @@ def _format_in(weights: Mapping[str, Any], leaf: Leaf) -> str:
     if kind == PLAIN:
         return kind
     whole = all(s.transpose and s.part is None for s in leaf.pieces.values()) and not leaf.swap
-    group = FORMATS.find(kind).of_group  # of which new weights are made, too
-    return kind if whole and all(t.block == [group, group] for t in tensors) else PLAIN
+    made = FORMATS.find(kind)  # of which new weights are made, too
+    block = [made.outputs, made.of_group or leaf.shape[-2]]
+    return kind if whole and all(tensor.block == block for tensor in tensors) else PLAIN
 
 
 def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, mesh, name: str) -> Any:
@@ -382,8 +383,8 @@ def _placed_packed(weights: Mapping[str, Any], leaf: Leaf, mesh, name: str) -> A
     """
     # In the run's dtype weights would be rounded twice.
     kind, dtype = (name, leaf.row.table, len(leaf.shape) > 2), np.dtype(np.float32)
-    if name == fp8.Matrix.products == _format_in(weights, leaf):
-        return _as_published(weights, leaf, mesh)
+    if name == _format_in(weights, leaf) != mxfp4.Stack.products:
+        return _as_published(weights, leaf, mesh, FORMATS.find(name))
     if mesh is not None:
         pack = _packing(mesh, leaf.axes, leaf.shape, dtype, kind)
         return pack(_placed(weights, leaf, dtype, mesh))
@@ -414,12 +415,11 @@ def _packing(mesh, axes: tuple, shape: tuple[int, ...], dtype: np.dtype, kind: t
     return jax.jit(pack, out_shardings=sharding.weight_shardings(mesh, weight, axes))
 
 
-def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh) -> Weight:
-    """Builds one parameter of the values and scales of files."""
+def _as_published(weights: Mapping[str, Any], leaf: Leaf, mesh, kind: Any) -> Weight:
+    """Builds one parameter, a `kind`, of the values and scales of files."""
     tensors = {stored.name: weights[stored.name] for stored in leaf.pieces.values()}
-    kind = FORMATS.find(fp8.Matrix.products)
     *stack, inputs, outputs = leaf.shape
-    counts = *stack, -(-inputs // kind.of_group), -(-outputs // kind.outputs)
+    counts = *stack, -(-inputs // (kind.of_group or inputs)), -(-outputs // kind.outputs)
 
     def part(name: str, shape: tuple[int, ...], axes: tuple, dtype: str) -> jax.Array:
         row = dataclasses.replace(leaf.row, shape=shape, axes=axes)

@@ -1,7 +1,9 @@
-"""Checkpoints of fp8 matrices with a scale for each block, as DeepSeek and Qwen publish them.
+"""Checkpoints of fp8 matrices with a scale for each block, or for each output.
 
-`X.weight` [O I] is in float8_e4m3fn, and `X.weight_scale_inv` [ceil(O / rows) ceil(I / columns)]
-holds what the values of each block are multiplied by. config.json has the size of a block.
+`X.weight` [O I] is in float8_e4m3fn. Blocks are as DeepSeek and Qwen publish them:
+`X.weight_scale_inv` [ceil(O / rows) ceil(I / columns)] holds what the values of each block are
+multiplied by, and config.json the size of a block. Outputs are as llm-compressor writes them in its
+format compressed-tensors: their scales are `X.weight_scale` [O 1].
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import numpy as np
 from specjax.checked_json import CheckpointError, Keys, shown
 
 DTYPE = "float8_e4m3fn"
-_SCALE = "_scale_inv"  # of X.weight the scales are X.weight_scale_inv
 _SCALE_DTYPES = ("float32", "bfloat16")
 _KNOWN = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
+_OUTPUTS = "compressed-tensors"  # `quant_method` of files with a scale for each output
+_GROUP = {
+    "num_bits": (8,), "type": ("float",), "strategy": ("channel",), "symmetric": (True, None),
+    "dynamic": (False, None),
+}  # fmt: skip
 
 
 class Matrix:
@@ -30,11 +36,12 @@ class Matrix:
       products: format of `specjax.weights.matrix` in which decoding may keep it.
     """
 
-    dtype, products = "float32", "fp8_block"
+    dtype = "float32"
 
     def __init__(self, values: Any, scales: Any, block: list[int]):
         self.values, self.scales, self.block = values, scales, block
         self.shape = values.shape
+        self.products = "fp8" if block == [1, self.shape[1]] else "fp8_block"
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """Reads a part; `index` is one slice or two, in steps of one."""
@@ -51,7 +58,7 @@ class Matrix:
 
 
 def problems(method: Keys) -> list[str]:
-    """Lists, as messages, what a `quantization_config` asks for beyond fp8 in blocks.
+    """Lists, as messages, what a `quantization_config` asks for beyond fp8 as read here.
 
     Scales of activations that are found at run time (`dynamic`) are none: activations that are not
     quantised are nearer to the model before it was quantised.
@@ -59,11 +66,34 @@ def problems(method: Keys) -> list[str]:
     raw, block = method.raw, method.raw.get("weight_block_size")
     if not raw:
         return []
-    for name, values in _KNOWN.items():
-        if raw.get(name) not in values:
-            return [f"{name} {shown(raw.get(name))} (expected {values[0]}, or unquantised weights)"]
+    if raw.get("quant_method") == _OUTPUTS:
+        return _problems_of_groups(raw)
+    if wrong := _others(raw, _KNOWN):
+        return wrong
     is_block = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
     return [] if is_block else [f"weight_block_size {shown(block)} (expected rows and columns)"]
+
+
+def _others(raw: Mapping[str, Any], known: Mapping[str, tuple]) -> list[str]:
+    """Returns a message about the first setting that is none of the known ones; at most one."""
+    return [
+        f"{name} {shown(raw.get(name))} (expected {values[0]}, or unquantised weights)"
+        for name, values in known.items()
+        if raw.get(name) not in values
+    ][:1]
+
+
+def _problems_of_groups(raw: Mapping[str, Any]) -> list[str]:
+    """`problems` of compressed-tensors, which lists the settings of groups of matrices."""
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
+        return [f"config_groups {shown(groups)} (expected settings of groups)"]
+    for name, group in groups.items():
+        activations = group.get("input_activations") or {"dynamic": True}
+        wrong = _others(group.get("weights") or {}, _GROUP)
+        if wrong := wrong or _others(activations, {"dynamic": (True,)}):
+            return [f"config_groups.{name}: {wrong[0]}"]
+    return _others(raw, {"kv_cache_scheme": (None,)})
 
 
 def dequantised(tensors: Mapping[str, Any], keys: Keys) -> Mapping[str, Any]:
@@ -81,17 +111,19 @@ def dequantised(tensors: Mapping[str, Any], keys: Keys) -> Mapping[str, Any]:
     method = text.within(name) if text.raw.get(name) else keys.within(name)
     if not method.raw or problems(method):
         return tensors
-    block, joined = method.raw["weight_block_size"], dict(tensors)
+    joined, of_outputs = dict(tensors), method.raw["quant_method"] == _OUTPUTS
+    end = "_scale" if of_outputs else "_scale_inv"  # of X.weight_scale_inv
     for name, values in tensors.items():
         if values.dtype != DTYPE:
             continue
-        scales = joined.pop(name + _SCALE, None)
+        scales = joined.pop(name + end, None)
+        block = [1, values.shape[-1]] if of_outputs else method.raw["weight_block_size"]
         wanted = [-(-n // size) for n, size in zip(values.shape, block, strict=False)]
         got = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
         if len(values.shape) != 2 or got not in [f"{dtype} {wanted}" for dtype in _SCALE_DTYPES]:
             raise CheckpointError(
                 f"{keys.file.parent}: {name} {list(values.shape)} is in fp8, in blocks of {block}; "
-                f"expected {name}{_SCALE} {wanted} in {' or '.join(_SCALE_DTYPES)}, got {got}"
+                f"expected {name}{end} {wanted} in {' or '.join(_SCALE_DTYPES)}, got {got}"
             )
         joined[name] = Matrix(values, scales, block)
     return joined

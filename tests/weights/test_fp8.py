@@ -18,9 +18,26 @@ METHOD = {
 }  # fmt: skip
 NAME = "model.layers.1.mlp.gate_proj.weight"  # [48 32]
 SCALE = f"{NAME}_scale_inv"
+OUTPUTS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "kv_cache_scheme": None, "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "output_activations": None,
+            "weights": {
+                "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "token", "dynamic": True,
+            },
+        },
+    },
+}  # fmt: skip
 WRONG = {
-    "quant_method": "compressed-tensors", "fmt": "e5m2", "activation_scheme": "static",
-    "weight_block_size": None,
+    "quant_method": "gptq", "fmt": "e5m2", "activation_scheme": "static",
+    "weight_block_size": None, "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+    "kv_cache_scheme": {"num_bits": 8},
 }  # fmt: skip
 
 
@@ -33,14 +50,16 @@ def quantised(folder, edit_json):
         file = path / "model.safetensors"
         stored, scales = load_file(file), {}
         exact = {name: array.astype(np.float32) for name, array in stored.items()}
+        of_outputs = "config_groups" in METHOD
         for name in [name for name in exact if name.endswith("proj.weight")]:
-            counts = [-(-n // size) for n, size in zip(exact[name].shape, BLOCK, strict=True)]
+            block = [1, exact[name].shape[1]] if of_outputs else BLOCK
+            counts = [-(-n // size) for n, size in zip(exact[name].shape, block, strict=True)]
             scale = rng.uniform(0.01, 0.02, counts)
             scale = scale.astype(np.float32 if "mlp" in name else ml_dtypes.bfloat16)
-            wide = np.kron(scale.astype(np.float32), np.ones(BLOCK, np.float32))
+            wide = np.kron(scale.astype(np.float32), np.ones(block, np.float32))
             wide = wide[tuple(map(slice, exact[name].shape))]
             stored[name] = (exact[name] / wide).astype(ml_dtypes.float8_e4m3fn)
-            scales[f"{name}_scale_inv"] = scale
+            scales[f"{name}_scale" if of_outputs else f"{name}_scale_inv"] = scale
             exact[name] = stored[name].astype(np.float32) * wide
         scales = {n: array for n, array in (scales | changes).items() if array is not None}
         files = {"model-1.safetensors": stored, "model-2.safetensors": scales}
@@ -91,8 +110,9 @@ def test_values_times_scales_in_float32_are_rounded_once_to_the_dtype_of_the_par
 @pytest.mark.parametrize("setting", WRONG)
 def test_other_methods_are_refused_by_the_name_of_their_setting(setting, quantised, edit_json):
     path, _ = quantised("qwen3")
-    edit_json(path / "config.json", quantization_config=METHOD | {setting: WRONG[setting]})
-    with pytest.raises(UnsupportedModelError, match=f"quantization_config: {setting} "):
+    method = OUTPUTS if setting in ("config_groups", "kv_cache_scheme") else METHOD
+    edit_json(path / "config.json", quantization_config=method | {setting: WRONG[setting]})
+    with pytest.raises(UnsupportedModelError, match=f"quantization_config: {setting}"):
         hf.load_checkpoint(path)
 
 
