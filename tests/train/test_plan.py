@@ -268,6 +268,7 @@ SWITCHES = {
 }
 # The layouts of 64 chips on eight devices.
 ON_EIGHT = {
+    "oss_120b_v5p_2x4x4": ("mesh.fsdp=1", "packing.rows=1", "rollout.replicas=2"),
     "5_35b_a3b_v5p_2x4x4": ("mesh.fsdp=4", "packing.rows=4", "rollout.replicas=4"),
     "v5e_8x8": ("mesh.fsdp=1", "mesh.cp=2", "rollout.replicas=2"),
     "v5p_4x4x4": ("mesh.fsdp=2", "packing.rows=2", "rollout.replicas=2"),
