@@ -15,13 +15,12 @@ earlier turns in its context the embedded one writes other text, of which much l
 chain keeps its slot. Tasks, seeds and lengths are fixed before the first token, so every arm
 generates the same tokens.
 
-Everything is compiled before the clock starts. `wall_ratio/.._calibration_shared`
-charges goodput with its calibration once for all repeats together, as an engine does it once in
-its life; `.._calibration_apart` not at all. The best static
-strategy is the one with the smallest median. The longest sample's speed is its tokens over the
-seconds from when it got its slot to its end. The tail begins when --tail chains are left.
-`samples_different` counts samples with other tokens than plain decoding's. A picture is written
-beside the result file.
+Everything is compiled before the clock starts. `wall_ratio/.._calibration_shared` charges goodput
+with its calibration once for all repeats, as an engine calibrates once; `.._calibration_apart` not
+at all. The best static strategy is the one with the smallest median. The longest sample's speed is
+its tokens over the seconds from when it got its slot to its end. The tail begins when --tail chains
+are left. `samples_different` counts samples with other tokens than plain decoding's. A picture is
+written beside the result file.
 """
 
 from __future__ import annotations

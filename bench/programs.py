@@ -367,7 +367,7 @@ class Size(NamedTuple):
         """The features that the chunk's program needs for the options."""
         return Features(
             sampled=self.options["temperature"] > 0,
-            penalties="repetition_penalty" in self.options,
+            penalties=any(name.endswith("_penalty") for name in self.options),
             **{name: name in self.options for name in ("top_k", "top_p", "min_p")},
         )
 

@@ -366,8 +366,9 @@ def require_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) 
     """
     before, now = dict(leaves(saved)), dict(leaves(current))
     changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
-    # In a map of patterns the first that matches decides, so its order is a setting too.
-    changed = changed or [old for old, new in zip(before, now, strict=False) if old != new]
+    # Of patterns of products the first that matches decides: their order is a setting, too.
+    orders = ([name for name in names if "products." in name] for names in (before, now))
+    changed = changed or [old for old, new in zip(*orders, strict=True) if old != new]
     if changed:
         was = [f"{n}={show(before[n])}" if n in before else f"no {n}" for n in changed]
         more = f" and {len(was) - 5} more" if len(was) > 5 else ""

@@ -12,8 +12,9 @@ from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.drafts.alignment import METHODS
 from specjax.hub import portable
 from specjax.parallel.sharding import MeshConfig
+from specjax.registry import check_setting
 from specjax.settings import option, values_of
-from specjax.weights.matrix import check_products, is_exact
+from specjax.weights.matrix import ASKED, check_products, is_exact
 from train.heads.training import DraftConfig
 from train.rollout_schema import SamplingSection
 from train.schema import Common, DataConfig, LogSection, PackingSection
@@ -100,7 +101,7 @@ class CurveSection:
 
     def __post_init__(self):
         if self.policy_products is not None:
-            check_products(self.policy_products)
+            check_setting("policy_products", self.policy_products, ASKED)
         if SpecConfig(strategy=self.strategy).is_off:
             raise ValueError(
                 "strategy=off drafts nothing, and the accept length would be 1; set a strategy "

@@ -196,7 +196,7 @@ def _times(scale: Array, factor: Array | float, offset: bool = False) -> Array:
 
 
 def _require_no_mask(head: Params) -> None:
-    if "mask_hidden" in head:  # which takes the way of the policy's states, and is none of them
+    if "mask_hidden" in head:  # no state of the policy, but it passes through `fc`
         raise ValueError("norm and scales do not apply to heads with mask_hidden; leave them out")
 
 

@@ -75,7 +75,7 @@ class Weights:
 
         Args:
           policy: parameters of the policy, stacked or as `models.transformer.split_layout` returns
-            them.
+            them; packed ones are held as they are, not copied.
           head: parameters of the draft source, in its own decode layout; None keeps the present
             ones.
 
@@ -87,7 +87,7 @@ class Weights:
         if self._mover is not None:
             arrived = self._mover(policy, convert)
         else:
-            arrived = policy if convert is None else convert(policy)
+            arrived = jax.device_put(policy) if convert is None else convert(policy)
         comparable = convert is None or matrix.is_exact(self.cfg.run.products)
         self._check("policy", policy, arrived if comparable else policy, self.cfg.tie_embeddings)
         head = self.head if head is None else head
@@ -167,8 +167,8 @@ class Weights:
         """Returns a conversion; None if the policy is packed already, and would be copied."""
         if matrix.is_exact(self.cfg.run.products):
             return convert
-        kinds = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
-        return None if kinds(policy) == kinds(jax.eval_shape(convert, policy)) else convert
+        same = jax.eval_shape(lambda tree: tree, policy) == jax.eval_shape(convert, policy)
+        return None if same else convert
 
     @functools.cached_property
     def _convert_head(self) -> Callable[[Params], Params]:

@@ -30,9 +30,9 @@ from specjax.kernels.tiles import BYTE_ROWS, dot
 DTYPES = ("float32", "bfloat16")
 LANES, PACKED = 128, 16  # multiples of which arrays in VMEM have columns, and rows of any dtype
 ROWS = 128  # rows of a block
-# Kernels have 16 MiB of VMEM, for two blocks of each array and for sums in float32, unless they ask
-# for more: every chip has it.
-VMEM, UNPACKED = 40 * 2**20, 18 * 2**20  # what they ask for, and most of a block to be unpacked
+# By default kernels have 16 MiB of VMEM, for two blocks of each array and for sums in float32;
+# every chip has more.
+VMEM, UNPACKED = 40 * 2**20, 18 * 2**20  # bytes asked for, and of the largest block to be unpacked
 BLOCK, WIDEST = 7 * 2**19, 2048  # bytes of a block of a matrix, and its columns
 LONGEST = 8 * 2**10  # bytes of a row of a block of rows
 FEW, FEW_BYTES, FEW_OUT = 512, 2**21, 2**20  # few rows, their bytes, and those of their results

@@ -86,11 +86,12 @@ def _others(raw: Mapping[str, Any], known: Mapping[str, tuple]) -> list[str]:
 def _problems_of_groups(raw: Mapping[str, Any]) -> list[str]:
     """`problems` of compressed-tensors, which lists the settings of groups of matrices."""
     groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
+    parts = groups.values() if isinstance(groups, Mapping) else ()
+    if not all(isinstance(g, Mapping) and isinstance(g.get("weights"), Mapping) for g in parts):
         return [f"config_groups {shown(groups)} (expected settings of groups)"]
     for name, group in groups.items():
         activations = group.get("input_activations") or {"dynamic": True}
-        wrong = _others(group.get("weights") or {}, _GROUP)
+        wrong = _others(group["weights"], _GROUP)
         if wrong := wrong or _others(activations, {"dynamic": (True,)}):
             return [f"config_groups.{name}: {wrong[0]}"]
     return _others(raw, {"kv_cache_scheme": (None,)})
@@ -112,7 +113,7 @@ def dequantised(tensors: Mapping[str, Any], keys: Keys) -> Mapping[str, Any]:
     if not method.raw or problems(method):
         return tensors
     joined, of_outputs = dict(tensors), method.raw["quant_method"] == _OUTPUTS
-    end = "_scale" if of_outputs else "_scale_inv"  # of X.weight_scale_inv
+    end = "_scale" if of_outputs else "_scale_inv"
     for name, values in tensors.items():
         if values.dtype != DTYPE:
             continue

@@ -80,8 +80,8 @@ def pack_blocks(
     rounded to the nearest, ties to even codes, and none becomes more than 6 times that power.
 
     Args:
-      values: numbers, as many as a multiple of 32 along the last axis. A block that has one which
-        is not finite has none that is.
+      values: numbers, a multiple of 32 along the last axis. If one is not finite, its whole block
+        becomes so.
     """
     values = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
     largest = np.abs(values).max(-1)

@@ -142,7 +142,7 @@ class Packed:
         *stack, rows, columns = axes
         size = self.shape[self._axis]
         groups = self.scales.shape[self._axis] * self.group * (2 if self.halves else 1)
-        has_other_groups = self.group and groups != size  # an incomplete one, or `aligned`
+        has_other_groups = self.group and groups != size  # incomplete, or of `aligned`
         inputs = None if has_other_groups else axes[self._axis]
         groups = (None, inputs) if self.halves else (inputs if self.group else None,)
         values, scales = (
@@ -193,9 +193,9 @@ class Packed:
         if not self.group:
             sums = dot(x, self.decoded(self.values).astype(x.dtype).T, jnp.float32)
             return sums * self.factor(self.scales)[..., 0]
-        count, size = self.shape[0], min(PART, self.shape[0])
         if not jax.sharding.get_abstract_mesh().empty:  # which splits the rows
             return self._by_halves(x)
+        count, size = self.shape[0], min(PART, self.shape[0])
 
         def add_part(number: Array, sums: Array) -> Array:
             first = jnp.minimum(number * size, count - size)
@@ -434,7 +434,7 @@ class Mxfp4(Packed):
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
         # Codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; of halves the even code is the nearest.
-        size = jnp.minimum(jnp.abs(x), cls.largest)
+        size = jnp.fmin(jnp.abs(x), cls.largest)  # of NaN 6, by a scale that is not finite
         coarse = jnp.where(size < 4, jnp.round(size) + 2, jnp.round(size / 2) + 4)
         code = jnp.where(size < 2, jnp.round(2 * size), coarse).astype(jnp.uint8)
         return code | jnp.where(jnp.signbit(x), 8, 0).astype(jnp.uint8)

@@ -239,6 +239,7 @@ def test_a_run_goes_on_with_the_settings_that_it_had():
     saved = fingerprint(read("sets.a.n=2", "args.x=1"), ["steps"])
     require_same_settings(saved, fingerprint(read("sets.a.n=2", "args.x=1", "steps=3"), ["steps"]))
     said = r"other settings of optimizer, sets; .* \(no more.*optimizer.lr=0.0001, sets.a.n=2\)"
+    require_same_settings({"a": {"b": 1}}, {"new": None, "a": {"b": 1}})
     now = fingerprint(read("lr=0.5", "sets.a.n=3", "args.x=1"), ["steps"])
     with pytest.raises(ConfigError, match=said.replace("no more.*", "")):
         require_same_settings(saved, now)

@@ -1,6 +1,7 @@
 """`train.draft`: a head for any policy, from the policy's own samples or from given texts."""
 
 import json
+import logging
 from pathlib import Path
 
 import jax
@@ -251,6 +252,15 @@ def test_a_head_goes_on_from_another_runs_files(run, eagle, thin_policy, tmp_pat
     assert f"from init={eagle / 'head'}" in capsys.readouterr().out
     first = read_metrics(tmp_path / "run")[-1]["train/mtp_loss"]
     assert first < 0.9 * read_metrics(eagle)[1]["train/mtp_loss"]
+
+
+def test_a_head_is_measured_with_the_policy_in_the_format_of_rollouts(
+    run, thin_policy, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    changes = {"init": run / "head", "steps": 0, "epochs": None, "eval__policy_products": "int8"}
+    draft.main(arguments(thin_policy, tmp_path / "run", **changes))
+    assert "products of *: int8" in caplog.text
 
 
 def test_a_head_is_aligned_with_packed_weights_and_written(
