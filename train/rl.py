@@ -37,6 +37,7 @@ from specjax.engine.llm import LEAST
 from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.parallel import distributed, sharding
+from specjax.weights.matrix import kinds_of
 from train.cli import run_program
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
@@ -246,7 +247,8 @@ class StepWarnings:
                     "costs time; is the draft the one that belongs to this policy?"
                 )
         kl, entropy = metrics.get("train/train_rollout_kl", 0.0), -metrics["rollout/logprob_mean"]
-        coarse = any(name in str(trainer.cfg.rollout.products) for name in ("mxfp4", "int4"))
+        kinds = kinds_of(trainer.cfg.rollout.products)
+        coarse = any(getattr(kind, "halves", False) for kind in kinds)  # 4 bits share a byte
         most = MISMATCH_IN_4_BITS if coarse else MISMATCH
         if kl > most * max(entropy, LEAST_ENTROPY) and not self._mismatch_shown:
             self._mismatch_shown = True

@@ -77,10 +77,15 @@ def format_of(products: Products, path: str) -> str:
     return next((name for pattern, name in pairs if fnmatch.fnmatchcase(path, pattern)), PLAIN)
 
 
+def kinds_of(products: Products) -> list[Any]:
+    """Returns the classes of the formats that products name; `auto` names none."""
+    names = [products] if isinstance(products, str) else [name for _, name in products]
+    return [FORMATS.find(name) for name in names if name != AUTO]
+
+
 def is_exact(products: Products) -> bool:
     """Returns whether no format of the products rounds a number."""
-    names = [products] if isinstance(products, str) else [name for _, name in products]
-    return all(name == AUTO or FORMATS.find(name).exact for name in names)
+    return all(kind.exact for kind in kinds_of(products))
 
 
 def of_draft(products: Products) -> Products:
