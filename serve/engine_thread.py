@@ -378,6 +378,8 @@ class EngineThread:
             pages_used=sum(scheduler.pool.used for scheduler in schedulers),
             pages=sum(scheduler.pool.count - 1 for scheduler in schedulers),
             preemptions=sum(one.preemptions for one in several),
+            prefix_queries=sum(scheduler.queried for scheduler in schedulers),
+            prefix_hits=sum(scheduler.hits for scheduler in schedulers),
             compilations=sum(one.runner.compilations for one in several),
             version=engine.version,
             rejections=_rejections(engine.telemetry),

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -351,7 +351,7 @@ class Generation:
     ) -> dict:
         choices, body = self._choices(parsed, response), parsed.body
         bodies: list[dict] = [{}] * len(choices)
-        written = 0
+        written, cached = 0, {}
         async for update in _updates(request):
             if isinstance(update.error, EngineDead):
                 raise ApiError(500, str(update.error)) from update.error
@@ -364,8 +364,9 @@ class Generation:
             if sample.error is not None:
                 raise _invalid(sample.error, update.index, len(choices))
             written += len(sample.token_ids)
+            cached[parsed.jobs[update.index].request] = sample.cached_tokens
             bodies[update.index] = choice.whole(sample)
-        whole = response.body(bodies, usage_of(parsed, written), streams=False)
+        whole = response.body(bodies, usage_of(parsed, written, cached), streams=False)
         if body.prompt_logprobs is not None and response.has_one_prompt:
             # As in vLLM, a chat's response has the logprobs of its one prompt, not each choice.
             whole["prompt_logprobs"] = [each.pop("prompt_logprobs") for each in bodies][0]
@@ -377,12 +378,13 @@ class Generation:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
         choices, options, written = self._choices(parsed, response), parsed.body.stream_options, 0
         wants_usage = options is not None and options.include_usage
+        cached: dict[int, int] = {}
 
         def event(choice: dict) -> str:
             chunk = response.body([choice], None, streams=True)
             if wants_usage:  # null in all chunks but the last, unless each is to have it
                 always = options.continuous_usage_stats
-                chunk["usage"] = usage_of(parsed, written) if always else None
+                chunk["usage"] = usage_of(parsed, written, cached) if always else None
             return _event(chunk)
 
         for choice in choices:
@@ -397,10 +399,12 @@ class Generation:
                 yield _event(_invalid(sample.error, update.index, len(choices)).body())
                 return
             written += sum(len(news.tokens) for news in update.news)
+            if sample is not None:
+                cached[parsed.jobs[update.index].request] = sample.cached_tokens
             if (piece := choices[update.index].piece(update)) is not None:
                 yield event(piece)
         if wants_usage:
-            yield _event(response.body([], usage_of(parsed, written), streams=True))
+            yield _event(response.body([], usage_of(parsed, written, cached), streams=True))
         yield "data: [DONE]\n\n"
 
 
@@ -516,9 +520,20 @@ class Choice:
         return "" if self._decode is None else self._decode(sample.token_ids)
 
 
-def usage_of(parsed: Parsed, written: int) -> dict:
+def usage_of(parsed: Parsed, written: int, cached: Mapping[int, int]) -> dict:
+    """Writes OpenAI's usage.
+
+    Args:
+      written: number of generated tokens.
+      cached: number of tokens of each prompt that the prefix cache had, as far as they are known.
+    """
     read = sum(map(len, parsed.prompts))
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
 
 
 def _event(body: dict) -> str:

@@ -50,6 +50,8 @@ class Snapshot:
       pages_used: cache pages of all replicas that samples hold.
       pages: cache pages of all replicas.
       preemptions: number of preemptions since the start.
+      prefix_queries: number of prompt tokens that were looked up in the prefix cache.
+      prefix_hits: number of those that were found.
       compilations: number of compiled programs since the start.
       version: version of the weights.
       rejections: rejected drafts since the start, by cause; empty without telemetry.
@@ -63,6 +65,8 @@ class Snapshot:
     pages_used: int = 0
     pages: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     compilations: int = 0
     version: int = 0
     rejections: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -177,6 +181,8 @@ class Metrics(PrometheusCollector):
         for name, value, text in (
             ("num_preemptions", now.preemptions, "Samples that were preempted."),
             ("compilations", now.compilations, "Programs that were compiled."),
+            ("prefix_cache_queries", now.prefix_queries, "Prompt tokens that were looked up."),
+            ("prefix_cache_hits", now.prefix_hits, "Prompt tokens that were not computed again."),
         ):
             yield CounterMetricFamily(f"specjax:{name}", text, value)
         drafts, accepted = self.sums["drafting"], self.sums["drafting_tokens"]

@@ -54,6 +54,7 @@ class EngineSection(Slots, EngineConfig):
 
     max_batch: int = option(16, least=1)
     chunk_tokens: int = 16
+    enable_prefix_caching: bool = True
     stretch: int = option(1, internal=True)  # pieces of a stream are as large with few streams
     order: str = option("fifo", internal=True)
     warm_up: str = option("all", choices=tuple(WARM_UP))

@@ -64,6 +64,8 @@ class Piece(NamedTuple):
       start: first position, a multiple of the page size, or of T if that is less.
       length: length of the whole prompt.
       prompts: row of each prompt in `Prompts`.
+      begin: row of the slot that it begins with: its own, or one that another prompt left there.
+      keep: row that gets a copy of the slot that it ends with.
       table: pages of each prompt; 0 for the pages of positions that are not to be kept.
     """
 
@@ -71,6 +73,8 @@ class Piece(NamedTuple):
     start: Int[Array, " prompts"]
     length: Int[Array, " prompts"]
     prompts: Int[Array, " prompts"]
+    begin: Int[Array, " prompts"]
+    keep: Int[Array, " prompts"]
     table: Int[Array, "prompts X"]
 
 
@@ -100,14 +104,14 @@ class Admission(NamedTuple):
     options: Options
 
 
-def empty_prompts(plan: Plan, prompts: int) -> Prompts:
-    """Makes empty rows for a number of prompts."""
+def empty_prompts(plan: Plan, prompts: int, more: int = 0) -> Prompts:
+    """Makes empty rows for a number of prompts, and `more` slots."""
     tails = None
     if plan.source is not None and plan.source.needs.states:
         width = len(plan.taps) * plan.cfg.hidden_size
         shape = (prompts, plan.source.needs.states, width)
         tails = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
-    return Prompts(tails, empty_slots(plan.cfg, prompts))
+    return Prompts(tails, empty_slots(plan.cfg, prompts + more))
 
 
 def prefill(
@@ -133,7 +137,7 @@ def prefill(
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
     positions = start[:, None] + jnp.arange(count)
     where = Where("tree", positions, prefix=start, visible=chain_bits(count), table=table)
-    before = take_slots(kept.slots, piece.prompts)
+    before = take_slots(kept.slots, piece.begin)
     slots = choose_slots(start == 0, empty_slots(plan.cfg, len(start)), before)
     target = Memory(state.memory.pages, slots)
     found = model.decode(piece.tokens[:, :count], where, target, taps=plan.taps)
@@ -141,7 +145,8 @@ def prefill(
     to = Commit(start, table, after_of(found.x))
     known = jnp.clip(piece.length - 1 - start, 0, count)  # without the root
     target = commit(plan.cfg, target, found.scratch, None, known, to)
-    kept = kept._replace(slots=put_slots(kept.slots, piece.prompts, target.slots))
+    for rows in (piece.prompts, piece.keep):
+        kept = kept._replace(slots=put_slots(kept.slots, rows, target.slots))
     state = state._replace(memory=state.memory._replace(pages=target.pages))
     if plan.source is None:
         return state, kept, records

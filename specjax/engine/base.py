@@ -98,7 +98,7 @@ class BaseEngine:
                 measuring += seconds
         for engine in self.engines:
             engine.runner.agreement.settle()
-            engine.runner.reset()
+            engine.reset()
         start_up = dataclasses.replace(start_up, calibration_seconds=measuring)
         log.info("%s", start_up)
         return start_up

@@ -35,7 +35,7 @@ from specjax.decode.state import RUNNING
 from specjax.engine import settings
 from specjax.engine.base import BaseEngine
 from specjax.engine.chunks import Chunk, InFlight, choose_program, next_chunk
-from specjax.engine.pages import PagePool
+from specjax.engine.pages import PagePool, StateRows
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
@@ -169,6 +169,8 @@ class Engine(BaseEngine):
             runner.page_size,
             runner.rewritten,
             expected_length if self.config.order == "longest_first" else None,
+            runner.reuse if self.config.enable_prefix_caching else None,
+            StateRows(runner.state_rows) if runner.state_rows else None,
         )
         self._in_flight = InFlight(runner)
         # The batch size that decides how many rounds the next chunk has.
@@ -216,6 +218,11 @@ class Engine(BaseEngine):
         plans = tuple(runner.plans)
         return runner.cfg, runner.mesh, self.spec, self.config, plans, sizes, self.piece_widths
 
+    def reset(self) -> None:
+        """Empties the caches; no samples run."""
+        self.scheduler.forget_pages()
+        self.runner.reset()
+
     def start_lines(self) -> list[str]:
         """Lines for the log at the start: whether it speculates, how, and on which kernel."""
         first = self.controller if self.warm_rows or not self._starts_plain else self._plain
@@ -240,7 +247,7 @@ class Engine(BaseEngine):
         # Samples that wait for a row hold nothing but what was read, and read it again.
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
-        self.scheduler.forget_prompts()
+        self._forget_read()
         self.runner.weights.set(params, head)
         self.version += 1
         self._weights_changed()
@@ -260,9 +267,14 @@ class Engine(BaseEngine):
         self.drain()
         if not self._draft_is_finite:
             self._preempt_all()
-            self.scheduler.forget_prompts()
+            self._forget_read()
         self.runner.weights.set_head(head)
         self._weights_changed()
+
+    def _forget_read(self) -> None:
+        """Lets all prompts be read again."""
+        self.scheduler.forget_prompts()
+        self.scheduler.forget_pages()
 
     def _weights_changed(self) -> None:
         if not self.scheduler.pool.used:
@@ -288,6 +300,7 @@ class Engine(BaseEngine):
     def release(self, weights: bool = True) -> None:
         self.require_ended()
         self.drain()
+        self.scheduler.forget_pages()
         self.runner.state = self.runner.kept = self.runner.mark = None
         if weights:
             self.runner.weights.release()
@@ -442,7 +455,7 @@ class Engine(BaseEngine):
         strategy = next(iter(runner.plans)) if self.warm_rows else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
-        runner.reset()
+        self.reset()
 
     @property
     def _rows_are_taken_over(self) -> bool:
@@ -530,19 +543,19 @@ class Engine(BaseEngine):
         if not runner.plan.invariant:
             compiled = runner.executables.rows(width + runner.tail)
             rows = min((count for count in compiled if count >= len(prompts)), default=rows)
-        records = runner.prefill(piece_of(prompts, rows, width, runner))
+        counts = [min(width, prompt.left) for prompt in prompts]
+        keep = list(map(self.scheduler.row_to_keep, prompts, counts))
+        records = runner.prefill(piece_of(prompts, rows, width, runner, keep))
         if records is not None:
             records.copy_to_host_async()
-        for row, prompt in enumerate(prompts):
-            count = min(width, prompt.to_read)
-            if records is not None:
-                prompt.records.append((records, row, count))
-            prompt.read += count
+        for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            piece = None if records is None else (records, row, slice(0, count))
+            self.scheduler.has_read(prompt, count, piece)
         return rows * width
 
     def _piece_width(self, prompt: Prompt) -> int:
         """The padded length of the next piece of a prompt."""
-        return next((w for w in self.piece_widths if w >= prompt.to_read), self.piece_widths[-1])
+        return next((w for w in self.piece_widths if w >= prompt.left), self.piece_widths[-1])
 
     def _piece_rows(self, width: int) -> int:
         """The most prompts of which a piece of this width is read at once."""
@@ -613,6 +626,8 @@ class Engine(BaseEngine):
             if int(result.rounds) < chunk.rounds and lists.finish[index] == RUNNING:
                 self._in_flight.cut_short = True
             if sample.length > known:  # else it had no row, or its logits were invalid
+                if sample.reusable == known and (reads or not self.runner.draft_has_pages):
+                    sample.reusable = sample.length
                 catch_up = max(catch_up, sample.unread)
                 ran = sum(count > 0 for count in lists.report.counts[index])
                 context += ran * (known + sample.length) / 2

@@ -199,7 +199,10 @@ class LLM:
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or cfg.max_position, cfg.max_position)
         given = engine.cache_bytes if engine else None
-        slots = jax.eval_shape(lambda: empty_slots(cfg, sum(counts_of(max_batch))))
+        count = sum(counts_of(max_batch))
+        if engine and engine.enable_prefix_caching:
+            count += counts_of(max_batch)[0]
+        slots = jax.eval_shape(lambda: empty_slots(cfg, count))
         self._page_budget = (
             page_budget(cfg, source, meshes[0], slots, engine.products if engine else AUTO)
             if given is None

@@ -30,7 +30,8 @@ POLL = 1e-3  # seconds between two polls of replicas that have no new result
 class Replicas(BaseEngine):
     """Replicas of an engine behind the interface of one.
 
-    When a slot becomes free, a sample goes to the replica with the most free slots. Samples of one
+    When a slot becomes free, a sample goes to the replica with the most free slots, or to one that
+    has read more of its prompt already and almost as many free slots. Samples of one
     prompt, which each replica reads once, go to the same replica: all of them while as many others
     wait as there are slots, and later as many as there are free slots. The queue has the `order` of
     the engines.
@@ -187,10 +188,15 @@ class Replicas(BaseEngine):
             enough = len(self._unfed) > self._slots + EXTRA_SLOTS * len(self.engines)
             more = EXTRA_SLOTS if enough else 0
             free = [engine.batch + more - engine.outstanding for engine in self.engines]
-            replica = max(range(len(free)), key=free.__getitem__)
-            if free[replica] <= 0:
+            if max(free) <= 0:
                 break
             together = list(self._by_prompt[self._next_prompt()])
+            least = max(1, max(free) - self.runner.batch // 4)
+            known = [
+                one.scheduler.cached(together[0].known) if count >= least else -1
+                for one, count in zip(self.engines, free, strict=True)
+            ]
+            replica = max(range(len(free)), key=lambda one: (known[one], free[one]))
             # Samples of one prompt go together, so that the prompt is read once.
             others = len(self._unfed) - len(together)
             count = len(together) if others >= self._slots else free[replica]

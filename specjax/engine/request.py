@@ -131,6 +131,7 @@ class SampleOutput:
         prompt and of the tokens, but for the last one, which was not read, see
         `specjax.interfaces.Mlp.run`; None where they record nothing.
       origins: origin of each token, one letter for each: `DRAFT`, `BONUS`, `PLAIN` or `UNKNOWN`.
+      cached_tokens: number of prompt tokens that were taken from the prefix cache.
     """
 
     token_ids: list[int]
@@ -143,6 +144,7 @@ class SampleOutput:
     top_logprobs: list[dict[int, float]] | None = None
     records: np.ndarray | None = dataclasses.field(default=None, compare=False)
     origins: str = dataclasses.field(default="", compare=False)
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
 
     @property
     def error(self) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.drafts.vocabulary import draft_ids
-from specjax.engine.pages import NULL_PAGE, pages_for
+from specjax.engine.pages import NULL_PAGE, Reuse, pages_for
 from specjax.engine.programs import Executables, Graphs, make_plans, programs_of
 from specjax.engine.request import option_rows
 from specjax.engine.scheduler import Prompt, Start
@@ -35,7 +36,7 @@ from specjax.engine.settings import EngineConfig, end_of_pieces, powers
 from specjax.engine.weights import Weights
 from specjax.interfaces import Draft
 from specjax.kernels import check, dispatch
-from specjax.memory import cost
+from specjax.memory import cost, keeps_state
 from specjax.models.transformer import Params, graphdef, laid_out, record_form
 from specjax.parallel import sharding
 from specjax.parallel.agreement import agreement_of
@@ -79,6 +80,7 @@ class Runner:
       slots: number of slots of the state. The last one is always empty and fills up buckets.
       extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
       prompts: number of rows for prompts that are being read; the last one is always empty.
+      state_rows: rows behind those of prompts, for recurrent states that are kept, see `Reuse`.
       pages: number of pages, the null page included.
       table_width: number of entries of a slot in the page table: the most pages that it can hold,
         and then entries that are always `NULL_PAGE`, for the part of a round's path past the end,
@@ -148,10 +150,13 @@ class Runner:
         self.page_size = -(-page_size // multiple) * multiple
         # What lies past a sequence's pages is never visible, but it is written, to the null page.
         past = pages_for(self.longest.steps + 1, self.page_size)
-        read = pages_for(end_of_pieces(max_len, widths), self.page_size)
+        read = end_of_pieces(max_len, widths, config.enable_prefix_caching)
+        read = pages_for(read, self.page_size)
         self.table_width = max(pages_for(max_len, self.page_size) + past, read)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = counts_of(batch)
+        keeps = config.enable_prefix_caching and keeps_state(cfg)
+        self.state_rows = range(self.prompts, self.prompts + self.slots if keeps else self.prompts)
         self.pages = self._count_pages(config.cache_bytes, most_page_bytes)
         self.weights = Weights(cfg, source, mesh, draft_ids(cfg, spec) if drafts else None)
         self.state: DecodeState | None = None
@@ -180,6 +185,22 @@ class Runner:
     def rewritten(self) -> int:
         """Number of positions before the root that the draft source writes when a sample starts."""
         return max(self.tail - 1, 0)
+
+    @property
+    def draft_has_pages(self) -> bool:
+        source = self.longest.source
+        return source is not None and source.cost(self.page_size).page > 0
+
+    @property
+    def reuse(self) -> Reuse:
+        """How pages serve prompts that begin with the same tokens.
+
+        In `invariant` mode equal positions are read by equal programs, and so in whole pieces.
+        """
+        size, margin = self.page_size, self.tail + self.steps + 1
+        if self.plan.invariant:
+            return Reuse(self.tail, math.lcm(size, self.stride), None)
+        return Reuse(self.tail, size, margin)
 
     @property
     def copied(self) -> int:
@@ -224,8 +245,9 @@ class Runner:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the target's recurrent states, of all slots and prompts together."""
-        return (self.slots + self.prompts) * cost(self.cfg, self.page_size).slot
+        """Bytes of the target's recurrent states: of slots, of prompts, and kept ones."""
+        count = self.slots + self.prompts + len(self.state_rows)
+        return count * cost(self.cfg, self.page_size).slot
 
     @property
     def compilations(self) -> int:
@@ -299,7 +321,9 @@ class Runner:
         )
 
         def make():
-            return empty_state(self.longest, sizes), empty_prompts(self.longest, self.prompts)
+            return empty_state(self.longest, sizes), empty_prompts(
+                self.longest, self.prompts, len(self.state_rows)
+            )
 
         if self.mesh is None:
             return jax.jit(make)
@@ -416,25 +440,39 @@ def counts_of(batch: int) -> tuple[int, int]:
     return batch + EXTRA_SLOTS + 1, max(batch, FEW) + 1
 
 
-def piece_of(prompts: Sequence[Prompt], rows: int, width: int, runner: Runner) -> Piece:
+def piece_of(
+    prompts: Sequence[Prompt],
+    rows: int,
+    width: int,
+    runner: Runner,
+    keep: Sequence[int | None] = (),
+) -> Piece:
     """The next `width` positions of each prompt; spare rows write to the null page only.
 
     They must end within the tables of the prompts, see `end_of_pieces`.
+
+    Args:
+      keep: rows for copies of the states at the ends; None: there is none.
     """
-    tail = runner.tail
+    tail, nobody = runner.tail, runner.prompts - 1
     piece = Piece(
         tokens=np.zeros((rows, width + tail), np.int32),
         start=np.zeros(rows, np.int32),
         length=np.ones(rows, np.int32),
-        prompts=np.full(rows, runner.prompts - 1, np.int32),
+        prompts=np.full(rows, nobody, np.int32),
+        begin=np.full(rows, nobody, np.int32),
+        keep=np.full(rows, nobody, np.int32),
         table=np.zeros((rows, runner.table_width), np.int32),
     )
     for row, prompt in enumerate(prompts):
         known = prompt.tokens[prompt.read : prompt.read + width + tail]
         piece.tokens[row, : len(known)] = known
-        piece.start[row], piece.length[row] = prompt.read, len(prompt.tokens)
+        piece.start[row], piece.length[row] = prompt.read, prompt.read + prompt.left + 1
         piece.prompts[row] = prompt.row
+        piece.begin[row] = prompt.row if prompt.state is None else prompt.state
         piece.table[row, : len(prompt.pages)] = prompt.pages
+    for row, kept in enumerate(keep):
+        piece.keep[row] = nobody if kept is None else kept
     return piece
 
 

@@ -1,7 +1,8 @@
 """Decides which prompts are read, which sequences start, and which are preempted.
 
 It is plain bookkeeping and uses no device. Sequences wait under their prompts, because a prompt is
-read once for all its samples. Prompts are ordered by arrival, or by expected length (see
+read once for all its samples; its beginning is not read where pages hold it already, see `Reuse`.
+Prompts are ordered by arrival, or by expected length (see
 `LengthHistory`). A preempted sequence goes to the front, under a prompt that includes its generated
 tokens: the noise is keyed so that it continues with the same tokens.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from specjax.engine.pages import PagePool, pages_for
-from specjax.engine.sequence import PieceRecords, Sample
+from specjax.engine.pages import PagePool, Reuse, StateRows, pages_for
+from specjax.engine.sequence import PieceRecords, Sample, records_between
 
 Key = tuple[int, ...]
 
@@ -28,6 +29,10 @@ class Prompt:
       read: number of positions that were read so far.
       pages: pages that the prompt holds until its sequences have started; None: it has none yet.
       row: row of the prompt in `decode.admit.Prompts`; None: it has none yet.
+      cached: number of positions that were found in pages.
+      boundary: position at which a piece ends, so that the recurrent state there can be kept.
+      state: row of the recurrent state that its first piece begins with; None: it has its own.
+      keys: keys of its full pages, see `Reuse.keys`; None: they are not computed yet.
       records: what the model recorded of the positions that were read, see `PieceRecords`.
     """
 
@@ -36,12 +41,21 @@ class Prompt:
     read: int = 0
     pages: list[int] | None = None
     row: int | None = None
+    cached: int = 0
+    boundary: int = 0
+    state: int | None = None
+    keys: list[bytes] | None = None
     records: list[PieceRecords] = dataclasses.field(default_factory=list)
 
     @property
     def to_read(self) -> int:
         """Number of positions that are still to be read."""
         return len(self.tokens) - 1 - self.read
+
+    @property
+    def left(self) -> int:
+        """Number of positions until its pieces end, at the boundary or behind the last one."""
+        return self.boundary - self.read if self.read < self.boundary else self.to_read
 
     @property
     def is_ready(self) -> bool:
@@ -73,11 +87,15 @@ class Scheduler:
       rewritten: number of positions at the end of a prompt that each of its samples writes again.
       expected: function that returns the expected length of a sample, or None if it has none. Those
         expected to be longest start first. None: samples start in the order of arrival.
+      reuse: how pages serve other prompts; None: they do not.
+      states: rows for the recurrent states at the ends of these pages; None: the model has none.
 
     Attributes:
       running: the sequences that run, by slot, in the order in which they started.
       ahead: number of positions that a sequence may need until pages are reserved again. The engine
         keeps it up to date.
+      queried: number of tokens of prompts that were looked up in pages so far.
+      hits: number of those that were found.
     """
 
     def __init__(
@@ -88,9 +106,12 @@ class Scheduler:
         page_size: int,
         rewritten: int = 0,
         expected: Callable[[Sample], float | None] | None = None,
+        reuse: Reuse | None = None,
+        states: StateRows | None = None,
     ):
         self.pool, self.page_size, self.ahead, self._expected = pool, page_size, 0, expected
-        self._rewritten = rewritten
+        self._rewritten, self._reuse, self._states = rewritten, reuse, states
+        self.queried = self.hits = 0
         self.running: dict[int, Sample] = {}
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
         self._queue: OrderedDict[Key, Prompt] = OrderedDict()
@@ -148,6 +169,12 @@ class Scheduler:
         """Frees the slot and the pages of a running sequence."""
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
+        if self._reuse is not None and self._reuse.margin is not None and sequence.tokens:
+            keys = self._reuse.keys(sequence.known, self.page_size)
+            records = sequence.records
+            pieces = [] if records is None else [(records[None], 0, slice(0, len(records)))]
+            ready = sequence.reusable - self._reuse.margin
+            self._remember(keys, sequence.pages, ready, pieces)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
@@ -191,6 +218,78 @@ class Scheduler:
             self.pool.release(prompt.pages)
             self._rows.append(prompt.row)
         prompt.pages, prompt.row, prompt.read, prompt.records = None, None, 0, []
+
+    # --- pages that serve other prompts ----------------------------------------------------------
+
+    def has_read(self, prompt: Prompt, count: int, records: PieceRecords | None) -> None:
+        """Takes note that `count` more positions of a prompt were read."""
+        prompt.read += count
+        prompt.state = None
+        if records is not None:
+            prompt.records.append(records)
+        if self._reuse is not None:
+            ready = len(prompt.tokens) - self._reuse.ahead
+            if self._reuse.margin is None:  # a last piece is not of the width that others have
+                ready = prompt.read // self._reuse.multiple * self._reuse.multiple
+            self._remember(prompt.keys, prompt.pages, min(ready, prompt.read), prompt.records)
+
+    def _remember(
+        self, keys: Iterable[bytes], pages: list[int], ready: int, records: list[PieceRecords]
+    ) -> None:
+        """Remembers the pages that end at most at position `ready`."""
+        size = self.page_size
+        for number, (page, key) in enumerate(zip(pages, keys, strict=False)):
+            if (number + 1) * size > ready:
+                return
+            those = records_between(records, number * size, (number + 1) * size)
+            self.pool.remember(page, key, those)
+
+    def row_to_keep(self, prompt: Prompt, count: int) -> int | None:
+        """The row for the recurrent state after the next `count` positions of a prompt, if any."""
+        number, rest = divmod(prompt.read + count, self.page_size)
+        if self._states is None or rest or number > len(prompt.keys):
+            return None
+        if (prompt.read + count) % self._reuse.multiple:
+            return None
+        key = prompt.keys[number - 1]
+        return self._states.take(key) if self._states.find(key) is None else None
+
+    def cached(self, tokens: Sequence[int]) -> int:
+        """Number of the first tokens that pages hold."""
+        if self._reuse is None:
+            return 0
+        return len(self.pool.find(self._reuse.keys(tokens, self.page_size))) * self.page_size
+
+    def _look_up(self, prompt: Prompt) -> list[int]:
+        """Looks for the beginning of a prompt in pages, and returns these.
+
+        The states before the root are computed anew for the draft, which starts from them.
+        """
+        if self._reuse is None:
+            return []
+        size, multiple = self.page_size, self._reuse.multiple
+        if prompt.keys is None:
+            prompt.keys = [*self._reuse.keys(prompt.tokens, size)]
+        most = max(len(prompt.tokens) - 1 - max(self._reuse.ahead, 1), 0) // size
+        pages = self.pool.find(prompt.keys[:most])
+        count = len(pages) * size // multiple * multiple // size
+        prompt.state = None
+        if self._states is not None:
+            if self._reuse.margin is not None:
+                prompt.boundary = most * size
+            while count and (row := self._states.find(prompt.keys[count - 1])) is None:
+                count -= multiple // size
+            prompt.state = row if count else None
+        prompt.read = count * size
+        return pages[:count]
+
+    def forget_pages(self) -> None:
+        """Forgets what pages hold, before weights or pages change."""
+        self.pool.forget()
+        if self._states is not None:
+            self._states.forget()
+        for sequence in self.running.values():
+            sequence.reusable = 0
 
     # --- pages of running sequences --------------------------------------------------------------
 
@@ -246,11 +345,12 @@ class Scheduler:
         wanted = len(self._slots) - sum(len(p.waiting) for p in self._reading.values())
         while wanted > 0 and self._queue and self._rows:
             prompt = self._queue[self._next_key()]
+            cached = self._look_up(prompt)
             if chosen and len(chosen) == count(width(chosen[0])):
                 break
             if prompt.to_read and chosen and width(prompt) != width(chosen[0]):
                 break
-            if not self._open(prompt):
+            if not self._open(prompt, cached):
                 break
             wanted -= len(prompt.waiting)
             if prompt.to_read:
@@ -263,21 +363,28 @@ class Scheduler:
             return first
         return max(self._queue, key=lambda key: self._expected(self._queue[key].waiting[0]) or 0.0)
 
-    def _open(self, prompt: Prompt) -> bool:
+    def _open(self, prompt: Prompt, cached: list[int]) -> bool:
         """Gives a prompt pages if it and one of its sequences fit beside those that run.
+
+        Args:
+          cached: the pages that hold its beginning.
 
         Returns:
           whether it did.
         """
-        wanted = pages_for(len(prompt.tokens) - 1, self.page_size)
+        wanted = pages_for(len(prompt.tokens) - 1, self.page_size) - len(cached)
         soon = self._soon(prompt.waiting[0]) + sum(map(self._soon, self.running.values()))
-        if self.pool.free < wanted + soon and (
-            self.running or self._reading or self.pool.free < wanted
-        ):
+        free = self.pool.free - self.pool.idle(cached)
+        if free < wanted + soon and (self.running or self._reading or free < wanted):
             return False
+        prompt.cached = prompt.read
+        self.queried += len(prompt.tokens)
+        self.hits += prompt.cached
+        prompt.records = [piece for page in cached for piece in self.pool.records(page)]
         del self._queue[prompt.tokens]
         self._reading[prompt.tokens] = prompt
-        prompt.pages, prompt.row = self.pool.take(wanted), self._rows.popleft()
+        prompt.pages = self.pool.share(cached) + self.pool.take(wanted)
+        prompt.row = self._rows.popleft()
         return True
 
     def starts(self) -> list[Start]:
@@ -309,7 +416,9 @@ class Scheduler:
         sequence.pages = self.pool.share(prompt.pages[:shared]) + self.pool.take(needs - shared)
         copies = tuple(zip(prompt.pages[shared:], sequence.pages[shared:], strict=False))
         sequence.slot = self._slots.popleft()
-        sequence.admitted = True
+        if not sequence.admitted:
+            sequence.cached = prompt.cached
+        sequence.admitted, sequence.reusable = True, len(prompt.tokens)
         sequence.take_prompt(prompt.records)
         self.running[sequence.slot] = sequence
         return Start(sequence, prompt.row, copies)

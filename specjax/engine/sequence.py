@@ -100,8 +100,20 @@ class Finished:
 
 _numbers = itertools.count(1)
 
-# Records of pieces of prompts [rows T M ..], the row of a prompt, and how many positions it has.
-PieceRecords = tuple[jax.Array, int, int]
+# Records of pieces of prompts [rows T M ..], the row of a prompt, and its positions there.
+PieceRecords = tuple[jax.Array | np.ndarray, int, slice]
+
+
+def records_between(pieces: list[PieceRecords], begin: int, end: int) -> list[PieceRecords]:
+    """The records of the positions from `begin` to `end` of those that pieces hold in order."""
+    cut, first = [], 0
+    for records, row, places in pieces:
+        count = places.stop - places.start
+        those = range(places.start, places.stop)[max(begin - first, 0) : max(end - first, 0)]
+        if those:
+            cut.append((records, row, slice(those.start, those.stop)))
+        first += count
+    return cut
 
 
 class Sample:
@@ -123,6 +135,9 @@ class Sample:
       pages: its pages, in order; full pages of its prompt are shared.
       admitted: whether it ever started; if it waits nevertheless, it was preempted.
       unread: number of tokens emitted by plain decoding that the draft has not read yet.
+      reusable: number of positions, from the first, whose pages hold what the present weights and
+        the draft would write for these tokens.
+      cached: number of positions of its prompt that were not computed, when it started first.
     """
 
     def __init__(
@@ -137,7 +152,7 @@ class Sample:
         self.replica = 0
         self.slot: int | None = None
         self.pages: list[int] = []
-        self.admitted, self.unread = False, 0
+        self.admitted, self.unread, self.reusable, self.cached = False, 0, 0, 0
         self._of_prompt: list[PieceRecords] = []
         self._given = before or SampleOutput([], None, [], "abort", SpecStats(()))
         self.restart()
@@ -208,7 +223,7 @@ class Sample:
         if not self._records:
             return None
         pieces, self._of_prompt = self._of_prompt, []
-        self._records[:0] = [np.asarray(piece)[row, :count] for piece, row, count in pieces]
+        self._records[:0] = [np.asarray(piece)[row, places] for piece, row, places in pieces]
         return np.concatenate(self._records)
 
     @property
@@ -319,6 +334,7 @@ class Sample:
             top_logprobs=self._with_chosen(those),
             records=None if records is None else records[ends],
             origins=self.origins[those],
+            cached_tokens=self.cached,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ class EngineConfig:
         wait for a row, up to 2,048 positions; in an `LLM` no more than
         `specjax.engine.llm.page_budget` says, if one sample of full length fits into that. Where
         pages run out, samples are preempted.
+      enable_prefix_caching: whether full pages that samples leave are kept, as long as no other
+        sample needs them, and serve prompts that begin with the same tokens. A change of weights
+        empties them. Prompts are then read in other pieces, which changes tokens by rounding alone,
+        and in `invariant` mode not at all.
       prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
         size: pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose earlier samples were longest start first.
@@ -54,6 +59,7 @@ class EngineConfig:
     stretch: int = 8
     page_size: int | None = None
     cache_bytes: int | None = None
+    enable_prefix_caching: bool = False
     prefill_chunk: int = PREFILL_TOKENS
     order: str = option("fifo", choices=ORDERS)
     follow_ups: bool = option(False, internal=True)
@@ -138,7 +144,7 @@ def piece_widths(
     return sorted({w for w in widths if w < longest} | {longest})
 
 
-def end_of_pieces(max_len: int, widths: Sequence[int]) -> int:
+def end_of_pieces(max_len: int, widths: Sequence[int], anywhere: bool = False) -> int:
     """The position at which the padded pieces of the longest prompt end; 0: there are none.
 
     A prompt's last token is not read. No shorter prompt's pieces end later, because a shorter last
@@ -146,8 +152,12 @@ def end_of_pieces(max_len: int, widths: Sequence[int]) -> int:
 
     Args:
       widths: see `piece_widths`.
+      anywhere: whether pieces begin at any position, as behind a prefix that is not read.
     """
     if not widths or max_len < 2:
         return 0
+    if anywhere:
+        padding = max(b - a for a, b in itertools.pairwise([0, *widths])) - 1
+        return max_len - 1 + padding
     start = (max_len - 2) // widths[-1] * widths[-1]
     return start + next(w for w in widths if w >= max_len - 1 - start)

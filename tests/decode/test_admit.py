@@ -87,6 +87,8 @@ def admitted(run: Models, prompts, width) -> DecodeState:
             start=np.full(len(prompts), start, np.int32),
             length=np.array(PROMPTS, np.int32),
             prompts=np.arange(len(prompts), dtype=np.int32),
+            begin=np.arange(len(prompts), dtype=np.int32),
+            keep=np.arange(len(prompts), dtype=np.int32),
             table=np.where(np.array(PROMPTS)[:, None] - 1 > start, table, 0),
         )
         state, kept = read(run.layout, run.head, state, kept, piece)

@@ -66,7 +66,7 @@ def restless_of(arms, buckets=(1, 4), spec=None, **more) -> Engine:
     control = ControlConfig(controller="bandit", strategies=arms)
     made = functools.partial(
         engine_of, spec or arms[-1], page_size=16, chunk_tokens=8, stretch=8, prefill_chunk=16,
-        control=control, **more,
+        control=control, enable_prefix_caching=True, **more,
     )  # fmt: skip
     runner = made().runner
     engine = made(cache_bytes=runner.slot_bytes + 12 * runner.page_bytes)
@@ -81,13 +81,16 @@ def restless() -> Engine:
     return restless_of(ARMS)
 
 
-def chaos(engine, plain, policy, heads, tokens, seed=0):
-    """Random arrivals, aborts, preemptions, strategies, suspensions and draft heads.
+def chaos(engine, plain, policies, heads, tokens, seed=0):
+    """Random arrivals, aborts, preemptions, strategies, suspensions, weights and draft heads.
 
-    A new head comes with the same policy, whose caches are then recomputed in mid-sample.
+    A new head comes with the same policy, whose caches are then recomputed in mid-sample. Some
+    prompts continue earlier samples, whose pages the engine may have kept. Now and then the next
+    policy comes while nothing runs.
 
     Args:
-      engine: a `restless_of` engine; `plain` is one that decodes plainly, with the same `policy`.
+      engine: a `restless_of` engine; `plain` is one that decodes plainly.
+      policies: parameters of one policy, or of several.
       heads: parameters of two heads.
       tokens: number of tokens to compare.
 
@@ -96,9 +99,14 @@ def chaos(engine, plain, policy, heads, tokens, seed=0):
     """
     rng = np.random.default_rng(seed)
     compared, explained, unexplained, aborted = 0, [], [], 0
-    before, suspended, swaps = engine.preemptions, 0, 0
+    before, suspended, swaps, turn, earlier = engine.preemptions, 0, 0, 0, []
     while compared < tokens:
-        waiting, added, samples = random_jobs(rng, 60), [], []
+        policy = policies[turn // 2 % len(policies)]
+        if len(policies) > 1:
+            engine.set_params(policy, heads[turn % 2])
+            plain.set_params(policy)
+        turn += 1
+        waiting, added, samples = random_jobs(rng, 60, earlier), [], []
         while waiting or engine.has_work:
             for _ in range(int(rng.integers(0, 4))):
                 if waiting:
@@ -119,6 +127,7 @@ def chaos(engine, plain, policy, heads, tokens, seed=0):
                 engine.set_params(policy, heads[swaps % 2])
             samples += [(event.sequence.job, event.sample) for event in engine.step()]
         assert engine.scheduler.pool.used == 0
+        earlier = [[*job.prompt, *sample.token_ids] for job, sample in samples]
         expected, _ = plain.generate([job for job, _ in samples])
         for (job, sample), one in zip(samples, expected, strict=True):
             compared += len(sample.token_ids)
@@ -128,7 +137,8 @@ def chaos(engine, plain, policy, heads, tokens, seed=0):
             if sample.token_ids != whole:
                 difference = first_difference(engine.runner, job, whole, sample.token_ids)
                 (explained if difference.explained else unexplained).append(difference)
-    engine.set_params(policy, heads[0])
+    engine.set_params(policies[0], heads[0])
+    plain.set_params(policies[0])
     assert aborted and suspended and swaps and engine.preemptions > before
     return compared, unexplained, explained
 
@@ -150,10 +160,12 @@ def jobs_of(prompt, params, request=0):
     return make_jobs(prompt, params, (), request=request)
 
 
-def random_jobs(rng, count):
+def random_jobs(rng, count, earlier=()):
     jobs = []
     while len(jobs) < count:
         prompt = rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist()
+        if earlier and rng.random() < 0.5:
+            prompt = (earlier[int(rng.integers(len(earlier)))] + prompt)[: MAX_LEN - 8]
         params = SamplingParams(
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
             max_tokens=int(rng.integers(1, MAX_LEN - len(prompt) + 1)),

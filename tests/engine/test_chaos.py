@@ -9,16 +9,24 @@ from engines import LONG, jobs_of, plain, restless, tokens_of
 from shared import weights
 
 from specjax.control import Static
+from specjax.engine.pages import PagePool
 
 
 def chaos(tokens, seed=0):
     heads = [weights(seed=number)[1] for number in (3, 5)]
-    return engines.chaos(restless(), plain(), weights()[0], heads, tokens, seed)
+    policies = [weights(seed=number)[0] for number in (3, 4)]
+    return engines.chaos(restless(), plain(), policies, heads, tokens, seed)
 
 
 def test_10_000_tokens_under_chaos_are_those_of_plain_decoding():
     compared, unexplained, _ = chaos(10_000)
     assert compared >= 10_000 and not unexplained, "\n".join(map(str, unexplained))
+    assert restless().scheduler.hits > 1_000, "prompts must begin with pages that are kept"
+
+
+def test_chaos_would_notice_a_page_that_is_kept_over_a_change_of_weights(monkeypatch):
+    monkeypatch.setattr(PagePool, "forget", lambda pool: None)
+    assert chaos(6_000, seed=2)[1]
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def expected(*count) -> list[list[int]]:
 def test_tokens_under_chaos_are_those_of_plain_decoding(count):
     policy, head = weights(CFG)
     heads = head, apt(tiny_model(CFG, 6)[2], CFG)
-    compared, unexplained, _ = engines.chaos(restless(), plain(CFG), policy, heads, count)
+    compared, unexplained, _ = engines.chaos(restless(), plain(CFG), [policy], heads, count)
     assert compared >= count and not unexplained, "\n".join(map(str, unexplained))
 
 

@@ -150,7 +150,7 @@ def test_preempted_samples_of_any_strategy_have_the_tokens_of_plain_decoding(pro
 def test_10_000_tokens_under_chaos_are_those_of_plain_decoding(products):
     engine, plain, policy, head = restless("mixture", products, **TWO_LAYERS)
     heads = head, jax.tree.map(lambda array: array * np.float32(0.9), head)
-    _, unexplained, _ = engines.chaos(engine, plain, policy, heads, 10_000)
+    _, unexplained, _ = engines.chaos(engine, plain, [policy], heads, 10_000)
     assert not unexplained, "\n".join(map(str, unexplained))
 
 
