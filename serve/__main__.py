@@ -15,9 +15,11 @@ import math
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -44,14 +46,29 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
     """
     description = "Serves a model behind OpenAI's API, with speculative decoding."
     cfg, _ = parse_config(ServeConfig, argv, prog, description)
-    keys = {name: getattr(cfg, name) or os.environ.get(KEYS[name]) or None for name in KEYS}
-    cfg = dataclasses.replace(cfg, **keys)
+    try:
+        keys = {
+            name: getattr(cfg, name) or os.environ.get(KEYS[name]) or _read(cfg, f"{name}_file")
+            for name in KEYS
+        }
+        cfg = dataclasses.replace(cfg, **keys)
+    except (ConfigError, ValueError) as error:
+        sys.exit(f"{prog}: error: {error}")
     # `force`: an imported module may have configured logging for warnings only.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
         serve(cfg)
     except (ConfigError, CheckpointError, UnsupportedModelError, ModuleNotFoundError) as error:
         sys.exit(f"{prog}: error: {error}")
+
+
+def _read(cfg: ServeConfig, name: str) -> str | None:
+    """Reads the file that a setting names, without white space around; None: it names none."""
+    path = getattr(cfg, name)
+    try:
+        return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error}") from error
 
 
 def serve(cfg: ServeConfig) -> None:
@@ -76,6 +93,8 @@ def serve(cfg: ServeConfig) -> None:
             # closes one while a client sends.
             timeout_keep_alive=75,
             timeout_graceful_shutdown=cfg.drain_seconds,
+            ssl_keyfile=cfg.ssl_keyfile,
+            ssl_certfile=cfg.ssl_certfile,
         )
     )
     app.state.dashboard.is_draining = lambda: server.should_exit
@@ -88,16 +107,23 @@ def serve(cfg: ServeConfig) -> None:
 
 
 def _require_free(cfg: ServeConfig) -> None:
-    """Checks before compiling, which takes long, that the address is free and the log writable.
+    """Checks before compiling, which takes long, that the address is free and files can be used.
 
     Raises:
-      ConfigError: the address is in use, or the log cannot be written.
+      ConfigError: the address is in use, the log cannot be written, or the certificate not read.
     """
     if cfg.log_file is not None:
         try:
             open(cfg.log_file, "ab").close()
         except OSError as error:
             raise ConfigError(f"log_file: cannot write to {cfg.log_file}: {error}") from error
+    if cfg.ssl_certfile or cfg.ssl_keyfile:
+        try:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(cfg.ssl_certfile or "", cfg.ssl_keyfile)
+        except OSError as error:  # ssl.SSLError is one
+            files = f"ssl_certfile={cfg.ssl_certfile} ssl_keyfile={cfg.ssl_keyfile}"
+            raise ConfigError(f"{files} cannot be used for HTTPS: {error}") from error
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     try:
         socket.create_server((cfg.host, cfg.port), family=family).close()

@@ -1,4 +1,4 @@
-"""Operations of an administrator: /update_weights, /sleep, /wake."""
+"""Operations of an administrator: weights, sleep, pauses; some have names of SGLang or vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError
-from serve.protocol import WeightsRequest
+from serve.protocol import DiskWeightsRequest, PauseRequest, WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
@@ -21,7 +21,12 @@ from specjax.models.transformer import Params, init_params
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights.matrix import PLAIN, Matrix, Products, is_exact, unpack
 
-ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
+ADMIN_PATHS = (
+    "/update_weights", "/sleep", "/wake", "/update_weights_from_disk", "/pause_generation",
+    "/continue_generation", "/flush_cache", "/wake_up", "/is_sleeping",
+)  # fmt: skip
+# What becomes of running samples when new weights come in a pause of each mode.
+_RUNNING = {"abort": "recompute", "retract": "recompute", "in_place": "keep"}
 # Fields of ModelConfig that may differ between served and new weights: they say how this program
 # computes, or hold sampling defaults.
 _MAY_DIFFER = ("run", "mtp_num_layers", "generation")
@@ -110,6 +115,50 @@ class Admin:
             "seconds": time.perf_counter() - began,
         }
 
+    async def update_from_disk(self, asked: DiskWeightsRequest) -> dict:
+        """Does what `update` does, with the fields of SGLang.
+
+        Running samples end with the old weights, unless `pause` has stopped them.
+        """
+        if asked.abort_all_requests:
+            await self._thread.call(self._thread.abort_all)
+        paused = self._thread.paused
+        running = "finish" if paused is None else _RUNNING[paused]
+        result = await self.update(WeightsRequest(path=asked.model_path, running=running))
+        message = f"version {result['version']} serves"
+        return {"success": True, "message": message, "num_paused_requests": 0, **result}
+
+    async def pause(self, asked: PauseRequest) -> dict:
+        """Stops all samples until `resume`; new ones wait."""
+
+        def stop() -> None:
+            self._thread.paused = asked.mode
+            if asked.mode == "abort":
+                self._thread.abort_all()
+            if asked.mode == "retract":
+                for engine in self._llm.engine.engines:
+                    engine.retract()
+
+        await self._thread.call(stop)
+        return {"status": "ok", "message": "generation is paused"}
+
+    async def resume(self) -> dict:
+        def start() -> None:
+            self._thread.paused = None
+
+        await self._thread.call(start)
+        return {"status": "ok", "message": "generation continues"}
+
+    async def flush_cache(self) -> dict:
+        """Empties the prefix cache; running samples keep their pages."""
+
+        def forget() -> None:
+            for engine in self._llm.engine.engines:
+                engine.scheduler.forget_pages()
+
+        await self._thread.call(forget)
+        return {"success": True, "message": "the prefix cache is empty"}
+
     async def sleep(self) -> dict:
         """Lets running samples finish, moves policy and head to host memory, and frees the devices.
 
@@ -129,6 +178,10 @@ class Admin:
         self._on_host = (*jax.device_get(held), shardings)
         llm.params = llm.head = None
         llm.engine.release()
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._thread.asleep
 
     async def wake(self) -> dict:
         """Puts policy and head back on their devices."""

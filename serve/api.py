@@ -26,6 +26,8 @@ from serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DiskWeightsRequest,
+    PauseRequest,
     TokenizeRequest,
     WeightsRequest,
 )
@@ -63,7 +65,8 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
       llm: the model, from `load_llm`; no other code may use it afterwards.
     """
     deepest = max(plan.steps for plan in llm.engine.runner.plans.values())
-    thread = EngineThread(llm, Metrics(cfg.name, deepest))
+    thread = EngineThread(llm, Metrics(cfg.name, deepest, cfg.metrics_prefix))
+    thread.queue_seconds = cfg.limits.queue_seconds
     admin = Admin(thread)
 
     @contextlib.asynccontextmanager
@@ -254,12 +257,45 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
         with refused():
             return await admin.update(body)
 
+    @app.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: DiskWeightsRequest):
+        try:
+            with refused():
+                return await admin.update_from_disk(body)
+        except ApiError as error:
+            failed = {"success": False, "message": str(error), "num_paused_requests": 0}
+            return JSONResponse({**failed, **error.body()}, error.status)
+
+    @app.post("/pause_generation")
+    async def pause_generation(body: PauseRequest | None = None):
+        with refused():
+            return await admin.pause(body or PauseRequest())
+
+    @app.post("/continue_generation")
+    async def continue_generation():
+        with refused():
+            return await admin.resume()
+
+    @app.get("/flush_cache")
+    @app.post("/flush_cache", operation_id="post_flush_cache")
+    async def flush_cache():
+        with refused():
+            return await admin.flush_cache()
+
     @app.post("/sleep")
-    async def sleep():
+    async def sleep(level: int = 1):
+        if level != 1:
+            message = f"level: expected 1, which keeps the weights in host memory, got {level}"
+            raise ApiError(400, message, "level")
         with refused():
             return await admin.sleep()
 
     @app.post("/wake")
+    @app.post("/wake_up", operation_id="wake_up")
     async def wake():
         with refused():
             return await admin.wake()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping():
+        return {"is_sleeping": admin.is_asleep}

@@ -45,6 +45,10 @@ class Asleep(ValueError):
     """The server is asleep: its devices hold neither weights nor caches."""
 
 
+class QueuedTooLong(Exception):
+    """A request waited for a slot longer than the server lets requests wait."""
+
+
 class ClientGone(Exception):
     """The client closed its connection before the response was complete."""
 
@@ -62,7 +66,7 @@ class Update(NamedTuple):
     index: int
     news: Sequence[News] = ()
     sample: SampleOutput | None = None
-    error: EngineDead | ClientGone | None = None
+    error: EngineDead | ClientGone | QueuedTooLong | None = None
 
 
 class StepOutput(NamedTuple):
@@ -85,6 +89,7 @@ class Request:
     Attributes:
       jobs: the jobs of the samples.
       updates: queue of the updates of all samples.
+      first: an update that was taken from the queue, and is to be handled before the others.
       open: number of samples that have not ended.
       arrived: time of arrival, on the clock of `time.perf_counter`.
       per_chunk: whether there is an update for every chunk, or only for each sample that ends.
@@ -93,6 +98,7 @@ class Request:
     def __init__(self, jobs: Sequence[Job], arrived: float, per_chunk: bool):
         self.jobs, self.arrived, self.per_chunk = jobs, arrived, per_chunk
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.first: Update | None = None
         self.open = len(jobs)
         self.last = [0.0] * len(jobs)  # when each sample got its last token
         # The engine's thread writes these:
@@ -111,6 +117,8 @@ class EngineThread:
       outstanding: number of samples that were submitted and have not ended.
       error: the exception that the engine raised.
       asleep: whether requests are refused because the server sleeps; set by the engine's thread.
+      paused: mode in which `/pause_generation` has stopped all samples; None: they run. Likewise.
+      queue_seconds: the longest time that a request waits for a slot; None: any time.
       dashboard: the data of the page.
     """
 
@@ -119,6 +127,8 @@ class EngineThread:
         self.outstanding = 0
         self.error: BaseException | None = None
         self.asleep = False
+        self.paused: str | None = None
+        self.queue_seconds: float | None = None
         self._engine = llm.engine
         self._engine.on_poll = self._send
         self._engines = llm.engine.engines
@@ -130,6 +140,7 @@ class EngineThread:
         self._calls: queue.SimpleQueue[tuple[Callable, Future]] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._owners: dict[Sample, tuple[Request, int]] = {}
+        self._queued: dict[Request, None] = {}  # those that may wait for a slot, as they came
         self._sent: dict[Sample, int] = {}  # number of tokens that the event loop has
         self._current = StepOutput([], [], {})  # of the running step
         self._unsent: list[StepOutput] = []
@@ -241,13 +252,16 @@ class EngineThread:
     def _run(self) -> None:
         while self._running:
             try:
-                has_nothing_to_run = not self._engine.has_work or self.error is not None
+                has_nothing_to_run = (
+                    not self._engine.has_work or self.error is not None or self.paused is not None
+                )
                 if has_nothing_to_run:
                     self._send()
                     if self.error is None:
                         self._take_snapshot()
                 self._run_calls(wait=has_nothing_to_run)
-                if self.error is None and self._engine.has_work:
+                if self.error is None and self.paused is None and self._engine.has_work:
+                    self._expire()
                     self._step()
             except BaseException as error:
                 log.exception("the engine died")
@@ -283,6 +297,36 @@ class EngineThread:
         for index, sample in enumerate(request.samples):
             self._owners[sample] = request, index
             self._engine.queue(sample)
+        if self.queue_seconds is not None:
+            self._queued[request] = None
+
+    def _expire(self) -> None:
+        """Ends requests none of whose samples got a slot in the time that they may wait."""
+        oldest = next(iter(self._queued), None)
+        while oldest is not None and self.queue_seconds is not None:
+            waited = time.perf_counter() - oldest.arrived
+            if not any(sample.admitted for sample in oldest.samples) and not oldest.aborted:
+                if waited < self.queue_seconds:
+                    return
+                for sample in oldest.samples:
+                    del self._owners[sample]
+                    self._engine.abort(sample)
+                message = f"it waited {waited:.0f} s for a slot, and this server's limit is "
+                error = QueuedTooLong(f"{message}{self.queue_seconds:g} s (limits.queue_seconds)")
+                self._deliver_soon([(oldest, Update(0, error=error))])
+            del self._queued[oldest]
+            oldest = next(iter(self._queued), None)
+
+    def abort_all(self) -> None:
+        """Ends all samples where they stand; their requests are answered with what there is."""
+        updates = []
+        for sample, (request, index) in list(self._owners.items()):
+            output = self._engine.abort(sample)
+            if output is not None:  # else it has ended, and the next step says so
+                updates.append((request, Update(index, sample=output)))
+                del self._owners[sample]
+                self._sent.pop(sample, None)
+        self._deliver_soon(updates)
 
     def _abort_requests(self) -> None:
         """Aborts the requests whose clients have gone, also those that are still to be added."""

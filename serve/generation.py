@@ -15,7 +15,15 @@ from typing import NamedTuple, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.engine_thread import Asleep, ClientGone, EngineDead, EngineThread, Request, Update
+from serve.engine_thread import (
+    Asleep,
+    ClientGone,
+    EngineDead,
+    EngineThread,
+    QueuedTooLong,
+    Request,
+    Update,
+)
 from serve.errors import ApiError
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.responses import (
@@ -110,6 +118,10 @@ class Generation:
         kind = ChatResponse if isinstance(body, ChatRequest) else CompletionResponse
         response = kind(self._cfg.name, self._texts)
         if body.stream:
+            if self._thread.queue_seconds is not None:  # while the status can still say so
+                request.first = await request.updates.get()
+                if isinstance(request.first.error, QueuedTooLong):
+                    raise _waited(request.first.error)
             events = self._events(parsed, request, response)
             return EventStream(events, lambda: self._thread.abort(request))
         return await self._complete(parsed, request, response, http)
@@ -353,6 +365,8 @@ class Generation:
         bodies: list[dict] = [{}] * len(choices)
         written, cached = 0, {}
         async for update in _updates(request):
+            if isinstance(update.error, QueuedTooLong):
+                raise _waited(update.error)
             if isinstance(update.error, EngineDead):
                 raise ApiError(500, str(update.error)) from update.error
             if update.error is not None:
@@ -553,6 +567,10 @@ def refused() -> Iterator[None]:
         raise ApiError(400, str(error)) from error
 
 
+def _waited(error: QueuedTooLong) -> ApiError:
+    return ApiError(503, f"{error}; try again later", code="queue_timeout")
+
+
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:
     """The error response for logits that are no distribution, such as NaN."""
     which = f"choice {index}: " if choices > 1 else ""
@@ -563,6 +581,6 @@ async def _updates(request: Request) -> AsyncIterator[Update]:
     """The updates of a request, until all its samples have ended or one has an error."""
     left = len(request.jobs)
     while left:
-        update = await request.updates.get()
+        update, request.first = request.first or await request.updates.get(), None
         left = 0 if update.error is not None else left - (update.sample is not None)
         yield update

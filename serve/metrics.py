@@ -1,4 +1,4 @@
-"""Prometheus metrics, with vLLM's names and the prefix `specjax:`.
+"""Prometheus metrics, with vLLM's names and the prefix `specjax:` or `vllm:`.
 
 prometheus-client adds `_total` to counters. The engine's thread counts chunks and rounds, the event
 loop requests and times.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter as Counts
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -88,11 +89,13 @@ class Metrics(PrometheusCollector):
     Args:
       model: name of the model.
       deepest: largest number of tokens that are drafted one after the other.
+      prefix: prefix of all names; `vllm` adds the labels that all of vLLM's metrics have.
     """
 
-    def __init__(self, model: str, deepest: int):
+    def __init__(self, model: str, deepest: int, prefix: str = "specjax"):
         disable_created_metrics()  # a second time series for each counter
         self.registry = CollectorRegistry(auto_describe=False)
+        self._model, self._prefix = model, prefix
         self.snapshot = Snapshot()
         names = ("tokens", "rounds", "drafting", "drafting_tokens", "drafted")
         self.sums = dict.fromkeys(names, 0)
@@ -221,4 +224,17 @@ class Metrics(PrometheusCollector):
             yield family
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        if self._prefix == "specjax":
+            return generate_latest(self.registry)
+        labels, families = {"model_name": self._model, "engine": "0"}, []
+        for family in self.registry.collect():
+            family.name = f"{self._prefix}:{family.name.partition(':')[2]}"
+            family.samples = [
+                sample._replace(
+                    name=f"{self._prefix}:{sample.name.partition(':')[2]}",
+                    labels=labels | sample.labels,
+                )
+                for sample in family.samples
+            ]
+            families.append(family)
+        return generate_latest(SimpleNamespace(collect=lambda: families))

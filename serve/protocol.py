@@ -135,6 +135,15 @@ UNSUPPORTED_TEXT_PART: dict[str, Unsupported] = {
 UNSUPPORTED_STREAM_OPTIONS: dict[str, Unsupported] = {
     "include_obfuscation": Unsupported((False,), "chunks are as long as their texts"),
 }
+UNSUPPORTED_WEIGHTS: dict[str, Unsupported] = {
+    "load_format": Unsupported(("auto",), "the format is that of the files"),
+    "manifest": Unsupported((), "checksums are in the response"),
+    "token_step": Unsupported((0,), "versions are counted"),
+    "is_async": Unsupported((False,), "the response comes when the new weights serve"),
+    "keep_pause": Unsupported((True, False), "/continue_generation ends a pause"),
+    "torch_empty_cache": Unsupported((True, False), "there is no torch here"),
+    "recapture_cuda_graph": Unsupported((True, False), "graphs stay right with new weights"),
+}
 UNSUPPORTED_TOKENIZE: dict[str, Unsupported] = {
     name: UNSUPPORTED_SAMPLING[name]
     for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
@@ -551,6 +560,26 @@ class WeightsRequest(Body):
         "which read their tokens again; keep: they go on with the new weights and the old caches; "
         "finish: they end with the old weights, and new requests wait. A head alone changes no "
         "token, and running samples go on in any case",
+    )
+
+
+class DiskWeightsRequest(with_unsupported(Body, UNSUPPORTED_WEIGHTS)):
+    """POST /update_weights_from_disk, as in SGLang."""
+
+    model_path: str = Field(min_length=1, description="as `path` of /update_weights")
+    abort_all_requests: bool = Field(False, description="end running samples where they stand")
+    flush_cache: bool = Field(True, description="ignored: new weights always empty the cache")
+    weight_version: str | None = Field(None, description="ignored: versions are counted")
+
+
+class PauseRequest(Body):
+    """POST /pause_generation, as in SGLang."""
+
+    mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort",
+        description="treatment of running samples. abort: they end where they stand; retract: they "
+        "go on with the weights of then, which read their tokens again; in_place: they go on with "
+        "the present caches",
     )
 
 

@@ -71,6 +71,7 @@ class LimitSection:
       n: most samples of a prompt (400).
       max_tokens: most generated tokens; null: what the model takes (400).
       queue: most waiting samples, beside the running ones (429).
+      queue_seconds: seconds that a request waits for a slot at most (503); null: any time.
     """
 
     body_bytes: int = option(1 << 20, least=1)
@@ -79,6 +80,7 @@ class LimitSection:
     n: int = option(32, least=1)
     max_tokens: int | None = option(None, least=1)
     queue: int = option(256, least=0)
+    queue_seconds: float | None = option(None, least=0)
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,17 @@ class ServeConfig(ModelSettings):
       host: address to listen on; 0.0.0.0: all addresses of the machine.
       port: port to listen on; 0 takes a free one and prints it.
       api_key: key that clients must send, better set as SPECJAX_API_KEY; null: no key.
-      admin_key: key for /update_weights, /sleep and /wake, better set as
+      admin_key: key for requests that change weights or stop the server, better set as
         SPECJAX_ADMIN_KEY; null: these requests are refused.
+      api_key_file, admin_key_file: files that hold these keys.
+      ssl_keyfile, ssl_certfile: private key and certificate for HTTPS; null: HTTP.
       allowed_origins: origins of web pages whose scripts may read responses (CORS); *: all; []:
         none.
       allowed_methods: HTTP methods that these scripts may use; *: all.
       allowed_headers: HTTP headers that these scripts may send; *: all.
       allow_credentials: whether these scripts may send cookies.
       drain_seconds: seconds that requests may take to finish after SIGTERM.
+      metrics_prefix: prefix of the names in /metrics; `vllm` adds vLLM's labels, too.
       log_file: file to which one JSON line per request is appended; null: none.
       engine: batches, caches and devices.
       speculation: draft source, strategy and controller.
@@ -116,11 +121,16 @@ class ServeConfig(ModelSettings):
     port: int = option(8000, least=0, below=65536)
     api_key: str | None = None
     admin_key: str | None = None
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     allowed_origins: list[str] = option(["*"])
     allowed_methods: list[str] = option(["*"])
     allowed_headers: list[str] = option(["*"])
     allow_credentials: bool = False
     drain_seconds: int = option(60, least=0)
+    metrics_prefix: str = option("specjax", choices=("specjax", "vllm"))
     log_file: str | None = None
     engine: EngineSection = option(EngineSection)
     speculation: SpeculationSection = option(SpeculationSection)

@@ -287,6 +287,12 @@ class Engine(BaseEngine):
         head = self.runner.weights.checksums.get("draft")
         return head is None or head.finite
 
+    def retract(self) -> None:
+        """Puts all running samples back into the queue, where they hold no pages."""
+        self.drain()
+        self._preempt_all()
+        self.scheduler.forget_prompts()
+
     def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
         """Puts running samples back into the queue.
 

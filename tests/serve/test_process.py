@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,8 +36,11 @@ class Process:
 
     def __init__(self, model, port, *settings, stderr=None):
         command = [sys.executable, "-m", "serve", "--model", str(model), f"port={port}", *SMALL]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECJAX_API_KEY": "k"}
-        self.url, self.model, self.said = f"http://127.0.0.1:{port}", model.name, []
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if not any(setting.startswith("api_key_file=") for setting in settings):
+            environment["SPECJAX_API_KEY"] = "k"
+        scheme = "https" if any(setting.startswith("ssl_") for setting in settings) else "http"
+        self.url, self.model, self.said = f"{scheme}://127.0.0.1:{port}", model.name, []
         self.process = subprocess.Popen(
             [*command, "engine.warm_up=none", *settings], env=environment, cwd=ROOT,
             stdout=stderr, stderr=stderr or subprocess.PIPE, text=True,
@@ -53,11 +57,11 @@ class Process:
 
     def health(self):
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=60).json()
+            return httpx.get(f"{self.url}/health", timeout=60, verify=False).json()
 
     def metrics(self):
         headers = {"Authorization": "Bearer k"}
-        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60, verify=False).text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -147,3 +151,35 @@ def test_sigterm_lets_what_runs_finish(restarted):
     assert [len(c.token_ids) for answer in whole for c in answer.choices] == [80] * 8
     assert restarted.process.wait(60) == 0
     assert restarted.health() is None
+
+
+@pytest.mark.slow
+def test_keys_and_certificate_come_from_files(thin_policy, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes the certificate")
+    pair = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1",
+         "-days", "2", "-keyout", pair[0], "-out", pair[1]], check=True, capture_output=True,
+    )  # fmt: skip
+    (tmp_path / "key").write_text("k\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    files = f"ssl_keyfile={pair[0]}", f"ssl_certfile={pair[1]}", f"api_key_file={tmp_path / 'key'}"
+    server = Process(thin_policy, port, *files, "metrics_prefix=vllm")
+    try:
+        names = server.metrics()
+        label = f'{{engine="0",model_name="{thin_policy.name}"}}'
+        assert names[f"vllm:num_requests_running{label}"] == 0
+        assert names[f"vllm:prefix_cache_queries_total{label}"] == 0
+        bare = httpx.get(f"{server.url}/v1/models", verify=False)
+        assert bare.status_code == 401
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize("name", ["api_key_file", "ssl_certfile"])
+def test_files_that_cannot_be_read_are_told_of_before_the_model_is_loaded(name, tmp_path):
+    with pytest.raises(SystemExit, match=f"{name}.*No such file"):
+        main(["--model", "nowhere", f"{name}={tmp_path / 'absent'}", "port=0"])
