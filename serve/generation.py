@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from serve import output
 from serve.engine_thread import (
     Asleep,
     ClientGone,
@@ -95,6 +96,8 @@ class Generation:
         self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._max_samples = slots + cfg.limits.queue
+        template = getattr(self._tokenizer, "chat_template", None)
+        self._calls = cfg.tool_call_parser or output.named_in(str(template or ""))
         self._being_encoded = 0  # samples whose prompts are being encoded
 
     async def create(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
@@ -254,11 +257,32 @@ class Generation:
                 # The engine cannot take max_tokens 0; this job asks for one token and never runs.
                 most = self._tokens(body, len(ids[-1]), default) or 1
                 params = body.params(most, body.top, self._defaults)
+                if self._parsers(body) != (None, None):  # which look for special tokens
+                    params = dataclasses.replace(params, skip_special_tokens=False)
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index, seeds=seeds)
             except ValueError as error:
                 raise ApiError(400, str(error)) from error
         return Parsed(body, ids, jobs)
+
+    def _parsers(self, body: CompletionRequest | ChatRequest) -> tuple[str | None, str | None]:
+        """The names of the parsers of calls and of reasoning for a request.
+
+        Raises:
+          ApiError: it has tools, and the format of calls is not known.
+        """
+        if not isinstance(body, ChatRequest):
+            return None, None
+        if body.calls_tools and self._calls is None:
+            raise ApiError(
+                400,
+                "tools: the chat template does not say how the model calls tools; start the server "
+                "with tool_call_parser=NAME, or send tool_choice none",
+                "tools",
+            )
+        # The text of gpt-oss is in channels whatever it was asked for.
+        calls = self._calls if body.calls_tools or self._calls == "openai" else None
+        return calls, self._cfg.reasoning_parser
 
     def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         if not has_chat_template(self._tokenizer):
@@ -276,7 +300,7 @@ class Generation:
                 variables,
                 body.add_generation_prompt,
                 add_special_tokens=bool(body.add_special_tokens),
-                tools=body.tools,
+                tools=None if body.tools is None else [tool.for_template() for tool in body.tools],
                 continue_final_message=body.continue_final_message,
             )
         except (TypeError, ValueError) as error:
@@ -354,9 +378,16 @@ class Generation:
             self._thread.abort(request)  # does nothing if all have ended
 
     def _choices(self, parsed: Parsed, response: CompletionResponse) -> list[Choice]:
-        return [
-            Choice(parsed, index, response, self._tokenizer) for index in range(len(parsed.jobs))
-        ]
+        names, body = self._parsers(parsed.body), parsed.body
+        tools = [tool.for_template() for tool in (body.tools or ())] if names[0] else []
+        ends = frozenset(self._llm.cfg.eos_token_ids if any(names) else ())
+        choices = []
+        for index, job in enumerate(parsed.jobs):
+            choices.append(Choice(parsed, index, response, self._tokenizer))
+            if isinstance(body, ChatRequest):
+                end = decode(self._tokenizer, job.prompt[-8:], skip_special_tokens=False)
+                choices[-1].reads(output.parser_of(*names, tools, end), ends)
+        return choices
 
     async def _collect(
         self, parsed: Parsed, request: Request, response: CompletionResponse
@@ -451,7 +482,31 @@ class Choice:
         reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
         self._offsets = TextOffsets(self._decode if reports else None, len(self._echo))
         self._pieces = TextPieces(self._decode)
+        self._parser: output.Text | None = None
+        self._calls = 0  # number of calls of tools so far
         self.origins: list[str] = []
+
+    def reads(self, parser: output.Text, ends: frozenset[int]) -> None:
+        """Lets a parser read the text, in which special tokens of the end do not occur.
+
+        Args:
+          ends: token ids that end a message.
+        """
+        self._parser, text_of = parser, self._decode
+        self._decode = lambda ids: text_of([token for token in ids if token not in ends])
+        self._pieces = TextPieces(self._decode)
+
+    def _parsed(self, text: str, reason: str | None, ended: bool) -> tuple[Any, str | None]:
+        """What the next piece of text means, and the reason why the choice ends."""
+        if self._parser is None:
+            return text, reason
+        delta = self._parser.push(text)
+        if ended:
+            delta += self._parser.finish()
+        if self._body.parallel_tool_calls is False:
+            delta = delta._replace(calls=delta.calls[: max(0, 1 - self._calls)])
+        self._calls += len(delta.calls)
+        return delta, "tool_calls" if reason == "stop" and self._calls else reason
 
     def whole(self, sample: SampleOutput) -> dict:
         """Returns the choice of a sample that has ended."""
@@ -465,7 +520,8 @@ class Choice:
             top = [*scores.top, *(top or ())] if body.top else None
         places = [min(place, len(text)) for place in places]  # a stop string is cut off
         logprobs = self._logprobs(tokens, values, top, places)
-        choice = self._choice(text, sample.finish_reason, logprobs, streams=False)
+        text, reason = self._parsed(text, sample.finish_reason, ended=True)
+        choice = self._choice(text, reason, logprobs, streams=False)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._response.prompt_logprobs(prompt, scores)
         if body.return_token_ids:
@@ -508,12 +564,14 @@ class Choice:
         if self._body.return_spec_details:
             statistics = {} if sample is None else spec_details(sample)
             details["spec_details"] = {**statistics, "origins": origins(update.news)}
-        if text or reason or logprobs or details:
-            return self._choice(text, reason, logprobs, streams=True) | details
+        first_call = self._calls
+        text, reason = self._parsed(text, reason, ended=sample is not None)
+        if any(text) or reason or logprobs or details:
+            return self._choice(text, reason, logprobs, True, first_call) | details
         return None
 
-    def _choice(self, text: str, reason: str | None, logprobs: dict | None, streams: bool) -> dict:
-        return self._response.choice(self._index, text, reason, logprobs, streams)
+    def _choice(self, text, reason: str | None, logprobs: dict | None, *more: Any, **named: Any):
+        return self._response.choice(self._index, text, reason, logprobs, *more, **named)
 
     def _logprobs(self, tokens, values, top, places) -> dict | None:
         if not self._body.wants_logprobs:

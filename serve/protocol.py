@@ -6,6 +6,7 @@ return other tokens than the client asked for. null always means that the field 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -46,7 +47,8 @@ class Unsupported(NamedTuple):
     instead: str = "this server does not implement it"
 
 
-_TOOLS = "no tools are called here"
+_FORCED = "a call cannot be forced, which needs constrained decoding"
+_OLD_TOOLS = "use tools and tool_calls"
 _GUIDED = "text is not constrained to a format here; allowed_token_ids constrains tokens"
 _BEAMS = "there is no beam search; ask for several samples (n)"
 _REASONING = "chat_template_kwargs hands options to the chat template"
@@ -84,9 +86,9 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "watermarking": Unsupported((False,), "text is not marked"),
     "logits_processors": Unsupported(([],), "logit_bias and bad_words change logits"),
     **dict.fromkeys(_TRANSFERS, Unsupported(({},))),
-    "tool_choice": Unsupported(("none", "auto"), _TOOLS),
-    "functions": Unsupported(([],), _TOOLS),
-    "function_call": Unsupported(("none", "auto"), _TOOLS),
+    "tool_choice": Unsupported(("none", "auto"), _FORCED),
+    "functions": Unsupported(([],), _OLD_TOOLS),
+    "function_call": Unsupported(("none", "auto"), _OLD_TOOLS),
     "modalities": Unsupported((["text"], []), _TEXT),
     "audio": Unsupported((), _TEXT),
     "media_io_kwargs": Unsupported(({},), _TEXT),
@@ -95,7 +97,7 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "reasoning_effort": Unsupported((), _REASONING),
     "include_reasoning": Unsupported((True,), _REASONING),
     "verbosity": Unsupported(("medium",), "say it in a message"),
-    "web_search_options": Unsupported((), _TOOLS),
+    "web_search_options": Unsupported((), "the server searches nothing"),
     "moderation": Unsupported((), "texts are not moderated"),
     "prompt_cache_options": Unsupported(({},), "the server decides what it keeps"),
     "prompt_cache_retention": Unsupported(("in_memory",), "cached prompts are kept in memory"),
@@ -123,10 +125,8 @@ UNSUPPORTED_MESSAGE: dict[str, Unsupported] = {
     "refusal": Unsupported(("",), "a refusal is a message as any other: send it as content"),
     "annotations": Unsupported(([],), _TEXT),
     "audio": Unsupported((), _TEXT),
-    "function_call": Unsupported((), _TOOLS),
-    "tool_calls": Unsupported(([],), _TOOLS),
-    "reasoning": Unsupported(("",), "send it as content"),
-    "reasoning_content": Unsupported(("",), "send it as content"),
+    "function_call": Unsupported((), _OLD_TOOLS),
+    "reasoning": Unsupported(("",), "send it as reasoning_content"),
 }
 UNSUPPORTED_TEXT_PART: dict[str, Unsupported] = {
     "annotations": Unsupported(([],), _TEXT),
@@ -301,7 +301,9 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     best_of: int | None = Field(None, ge=1, description="1 or n: all samples are given")
-    parallel_tool_calls: bool | None = Field(None, description="ignored: no tools are called")
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: a message has one call of a tool at most"
+    )
     user: str | None = Field(None, description="ignored")
     safety_identifier: str | None = Field(None, description="ignored")
     prompt_cache_key: str | None = Field(None, description="ignored")
@@ -426,9 +428,54 @@ class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):
         return self.logprobs or 0
 
 
+# Fields of a message that templates see only where they are given.
+_OPTIONAL = ("name", "tool_call_id", "reasoning_content")
+
+
 class TextPart(with_unsupported(Body, UNSUPPORTED_TEXT_PART)):
     type: Literal["text"]
     text: Text
+
+
+class CalledFunction(Body):
+    name: Word
+    arguments: Text = ""
+
+
+class ToolCall(Body):
+    """A call of a tool, as a response has it; the client sends it back."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the call with its arguments as an object, which templates write as JSON."""
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "id": self.id, "function": function}
+
+
+class Function(BaseModel):
+    """A function that the model may call; further fields are for the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Word
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": self.type, **self.model_dump(exclude_unset=True)}
 
 
 class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
@@ -438,13 +485,17 @@ class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
     tool_call_id: Text | None = Field(None, description="the call that a tool's message answers")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    reasoning_content: Text | None = None
 
     def for_template(self) -> dict[str, Any]:
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in optional.items() if value is not None}
+        if self.tool_calls:
+            given["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return {"role": self.role, "content": content, **given}
 
 
@@ -458,8 +509,8 @@ class Templated(BaseModel):
         False, description="end the prompt within the last message; not with add_generation_prompt"
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = Field(
-        None, description="functions that the template describes; none is called"
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="functions that the template describes"
     )
 
     def require_one_end(self) -> None:
@@ -483,6 +534,11 @@ class ChatRequest(Templated, with_unsupported(Sampling, UNSUPPORTED_CHAT)):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether calls in the text are given as `tool_calls`."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def wanted_tokens(self) -> int | None:
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
@@ -499,13 +555,6 @@ class ChatRequest(Templated, with_unsupported(Sampling, UNSUPPORTED_CHAT)):
     def require_supported(self) -> None:
         super().require_supported()
         self.require_one_end()
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(
-                400,
-                f"tools: expected null or [], or tool_choice none, got {short(self.tools)}: "
-                f"{_TOOLS}, and with tool_choice none the template describes them",
-                "tools",
-            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from fastapi.responses import StreamingResponse
 
+from serve.output import Delta
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import BONUS, DRAFT, PLAIN, SampleOutput
 from specjax.engine.sequence import News, origins_of
@@ -177,7 +178,13 @@ class CompletionResponse:
         return None
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: dict | None, streams: bool
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        logprobs: dict | None,
+        streams: bool,
+        first_call: int = 0,
     ) -> dict:
         return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
@@ -233,11 +240,34 @@ class ChatResponse(CompletionResponse):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
-    def choice(self, index, text, reason, logprobs, streams) -> dict:
+    def choice(self, index, text: Delta, reason, logprobs, streams, first_call: int = 0) -> dict:
+        """Writes a choice.
+
+        Args:
+          text: what a message, or the next piece of it, consists of.
+          first_call: number of calls in the pieces before.
+        """
         choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        calls = [
+            {
+                **({"index": number} if streams else {}),
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": call._asdict(),
+            }
+            for number, call in enumerate(text.calls, first_call)
+        ]
+        more = {"tool_calls": calls} if calls else {}
+        if text.reasoning:
+            more["reasoning_content"] = text.reasoning
         if streams:
-            return {**choice, "delta": {"content": text} if text or reason is None else {}}
-        message = {"role": "assistant", "content": text, "refusal": None}
+            has_content = text.content or not (more or reason)
+            return {
+                **choice,
+                "delta": {**({"content": text.content} if has_content else {}), **more},
+            }
+        content = None if calls and not text.content else text.content
+        message = {"role": "assistant", "content": content, "refusal": None, **more}
         return {**choice, "message": message}
 
     def logprobs(self, tokens, values, top, offsets: Sequence[int], most: int) -> dict:

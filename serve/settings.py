@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from serve.model import ModelSettings, Slots
+from serve.output import CALLS, REASONING
 from specjax import LLM, EngineConfig, SamplingParams
 from specjax.checked_json import UnsupportedModelError
 from specjax.command_line import ConfigError
@@ -92,6 +93,10 @@ class ServeConfig(ModelSettings):
         id.
       host: address to listen on; 0.0.0.0: all addresses of the machine.
       port: port to listen on; 0 takes a free one and prints it.
+      tool_call_parser: format in which the model calls tools, see `serve.output`; null: that of the
+        chat template.
+      reasoning_parser: format of reasoning that is to be `reasoning_content`; null: it is text,
+        but for gpt-oss.
       api_key: key that clients must send, better set as SPECJAX_API_KEY; null: no key.
       admin_key: key for requests that change weights or stop the server, better set as
         SPECJAX_ADMIN_KEY; null: these requests are refused.
@@ -119,6 +124,8 @@ class ServeConfig(ModelSettings):
     served_name: str | None = None
     host: str = "127.0.0.1"
     port: int = option(8000, least=0, below=65536)
+    tool_call_parser: str | None = option(None, choices=(*CALLS, None))
+    reasoning_parser: str | None = option(None, choices=(*REASONING, None))
     api_key: str | None = None
     admin_key: str | None = None
     api_key_file: str | None = None

@@ -84,6 +84,7 @@ def test_prompts_and_samples_have_the_lengths_that_were_set(server: Server):
     fits = post(server, {"prompt": [5] * PROMPT, "max_tokens": TOKENS, "ignore_eos": True})
     assert fits.json()["usage"] == {
         "prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     error = refusal(post(server, {"prompt": [5] * (PROMPT + 1), "max_tokens": 2}))
     assert error["code"] == "context_length_exceeded"

@@ -77,7 +77,7 @@ def test_a_chat_is_the_completion_of_what_the_template_makes(server: Server):
     text = client.completions.create(prompt=f"system: add\nuser: {PROMPT}\n", **asked)
     [choice] = chat.choices
     assert choice.message.role == "assistant" and choice.message.content == text.choices[0].text
-    assert chat.usage == text.usage and chat.object == "chat.completion"
+    assert chat.usage.total_tokens == text.usage.total_tokens and chat.object == "chat.completion"
     whole = client.chat.completions.create(
         messages=[{"role": "user", "content": "1+1="}], model="tiny", seed=1,
         extra_body={"ignore_eos": True},
