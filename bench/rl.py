@@ -171,6 +171,19 @@ COMPARISONS = {
         ratios=[("mxfp4", "full"), ("mxfp4", "mxfp4_without_tis")],
         seeds=3,
     ),
+    "environments": Comparison(
+        {
+            "calculator": [],
+            "guess": [
+                "environment=guess",
+                "max_turns=4",
+                "rollout.stop=null",
+                "rollout.max_tokens=32",
+            ],
+        },
+        "configs/environment.yaml",
+        seeds=3,
+    ),
     "losses": Comparison(
         {loss: [f"draft.loss={loss}"] for loss in DRAFT_LOSSES},
         "configs/draft.yaml",

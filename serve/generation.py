@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve import output
+from specjax import tool_calls as output
 from serve.engine_thread import (
     Asleep,
     ClientGone,

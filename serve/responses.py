@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from fastapi.responses import StreamingResponse
 
-from serve.output import Delta
+from specjax.tool_calls import Delta
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import BONUS, DRAFT, PLAIN, SampleOutput
 from specjax.engine.sequence import News, origins_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from serve.model import ModelSettings, Slots
-from serve.output import CALLS, REASONING
+from specjax.tool_calls import CALLS, REASONING
 from specjax import LLM, EngineConfig, SamplingParams
 from specjax.checked_json import UnsupportedModelError
 from specjax.command_line import ConfigError
@@ -93,7 +93,7 @@ class ServeConfig(ModelSettings):
         id.
       host: address to listen on; 0.0.0.0: all addresses of the machine.
       port: port to listen on; 0 takes a free one and prints it.
-      tool_call_parser: format in which the model calls tools, see `serve.output`; null: that of the
+      tool_call_parser: format in which the model calls tools, see `specjax.tool_calls`; null: that of the
         chat template.
       reasoning_parser: format of reasoning that is to be `reasoning_content`; null: it is text,
         but for gpt-oss.

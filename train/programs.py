@@ -165,6 +165,8 @@ def _engines(
     )
     config = cfg.rollout.engine_config()
     config = dataclasses.replace(config, attention=cfg.attention)
+    if cfg.environment is not None:  # the next turn begins with all that was read
+        config = dataclasses.replace(config, enable_prefix_caching=True, follow_ups=True)
 
     def engine(mesh: Mesh) -> Engine:
         drafts_with = source

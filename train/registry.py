@@ -40,4 +40,12 @@ REWARDS = Registry(
     },
     "a function",
 )
+ENVIRONMENTS = Registry(
+    "environment",
+    {
+        "calculator": "train.environments.calculator:Calculator",
+        "guess": "train.environments.guess:Guess",
+    },
+    "a class with the methods reset and step",
+)
 SUMS_REWARD = "exact"  # of generated sums, see train.data.tasks.sums

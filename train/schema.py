@@ -23,7 +23,7 @@ from train.eval_schema import EvalSection, asked_sets, check_weights
 from train.heads.training import MOST_STEPS, DraftConfig
 from train.loss.algo import AlgoSection, algo, choose_algo
 from train.loss.optim import OptimConfig, SFTOptimConfig
-from train.registry import REWARDS, TASKS
+from train.registry import ENVIRONMENTS, REWARDS, TASKS
 from train.rewards.builtin import THINKS_FIRST
 from train.rollout_schema import PENALTIES, RolloutSection
 
@@ -527,6 +527,9 @@ class RLConfig(Trained):
       reward: exact, number, math_verify, choice, format, reasoning_gym, or module:function, or a
         list of these, which are added; auto: what suits the rows of data.
       rewards: weights, processes and options of rewards.
+      environment: calculator, guess, or module:attribute, which the policy talks to over several
+        turns and which gives the reward, see `train.environments.calls`; null: one turn.
+      max_turns: the most turns of a sample; rollout.max_tokens are those of all its turns.
       max_failed_rewards: largest share of a step's rewards that may fail (raise, or return no
         finite number): they count as 0; where more do, the run ends, and can be resumed.
       data: problems.
@@ -556,6 +559,8 @@ class RLConfig(Trained):
     steps: int = option(100, least=1)
     reward: Any = option("auto", kind=str | list[str])
     rewards: RewardsSection = option(RewardsSection)
+    environment: str | None = None
+    max_turns: int = option(8, least=1, needs="has_turns")
     max_failed_rewards: float = option(0.5, least=0)
     data: DataConfig = option(DataConfig)
     rollout: RolloutSection = option(RolloutSection)
@@ -599,7 +604,19 @@ class RLConfig(Trained):
             )
         _check_spot(self)
 
+    @property
+    def has_turns(self) -> bool:
+        """An environment."""
+        return self.environment is not None
+
     def _check_rewards(self) -> None:
+        if self.environment is not None:
+            ENVIRONMENTS.check(self.environment)
+            if self.reward != "auto" or self.eval.sets:
+                raise ValueError(
+                    f"environment={self.environment} gives the rewards of its problems; leave "
+                    "reward and eval.sets out"
+                )
         names = reward_names(self.reward)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"reward: expected one or several different rewards, got {names}")

@@ -77,6 +77,7 @@ from train.rollout.replicas import (
 )
 from train.rollout.sets import problem_sets
 from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining
+from train.rollout.turns import Turns
 from train.rollout_schema import SECTIONS
 from train.run.start import find_policy
 from train.schema import RLConfig
@@ -123,7 +124,12 @@ class Trainer:
         if self.head is not None:
             self.about_head = describe_head(Head(self.source, self.head))
         eos_ids = self.model.eos_token_ids
-        self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
+        self.turns = [
+            Turns(self.environments, self.prompts, eos_ids, cfg.max_turns, name)
+            for name in ("train", "heldout")
+            if self.environments is not None
+        ] or [None, None]
+        self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer, self.turns[0])
         self._build_programs()
         self.notes += self.drafting, self._compiling_line()
 
@@ -144,6 +150,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
+        self.environments = inputs.environments
         self.notes = [*([fitted] if fitted else []), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
@@ -512,7 +519,9 @@ class Trainer:
             for engine, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
                 engine.controller.load_state(copy.deepcopy(rollouts.controller.state()))
         eos_ids, most = self.model.eos_token_ids, self.cfg.log.samples
-        evaluated = evaluate(self.eval_engine, self.eval_sets, eos_ids, self.cfg.eval.seed)
+        evaluated = evaluate(
+            self.eval_engine, self.eval_sets, eos_ids, self.cfg.eval.seed, turns=self.turns[1]
+        )
         self.last_evaluation = {name: sets[:most] for name, sets in evaluated.groups.items()}
         self.eval_engine.release()
         if self.eval_engine.telemetry is not None:

@@ -176,7 +176,7 @@ class Sample:
         if self.job.stop:
             include = params.include_stop_str_in_output
             self._stops = StopStrings(self.job.stop, self.job.decode, include, params.min_tokens)
-            self._stops.feed(self.tokens)
+            self._stops.skip(self.tokens)
 
     def take_prompt(self, records: list[PieceRecords]) -> None:
         """Takes the records of its prompt, unless it has tokens, whose records follow the prompt's.

@@ -130,6 +130,11 @@ class StopStrings:
                 return text[:begin]
         return text
 
+    def skip(self, tokens: Sequence[int]) -> None:
+        """Takes in tokens that cannot end the sample, for it goes on from them."""
+        self._stream.extend(tokens)
+        self._count += len(tokens)
+
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; returns where the sample ends once a stop string is complete.
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import config, served
 
-from serve.output import Call, Delta, named_in, parser_of
 from serve.settings import load_llm
+from specjax.tool_calls import Call, Delta, named_in, parser_of
 
 TOOLS = [
     {

@@ -40,7 +40,7 @@ CHANGES = {
 
 def program(model, out, *flags, slow=0.0, **changes) -> subprocess.Popen:
     """`python -m train.rl` as a process of its own."""
-    argv = tiny_run.arguments(model, out, **CHANGES, **changes)
+    argv = tiny_run.arguments(model, out, **{**CHANGES, **changes})
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": paths, "TINY_RUN_REWARD_SECONDS": str(slow)}
     return subprocess.Popen(

@@ -16,6 +16,7 @@ from specjax.config import ModelConfig
 from train.data import rows
 from train.data.prompts import Pair, Prompts
 from train.data.tasks.layout import Demonstration, Problem
+from train.environments.pool import Environments, Opened
 from train.rewards.answers.extract import each_gold
 from train.rewards.scoring import (
     Scorer,
@@ -190,6 +191,7 @@ class Inputs:
       prompts: encoder of their prompts.
       scorer: reward.
       notes: lines to print at start.
+      environments: what the policy talks to; None: samples have one turn.
     """
 
     problems: Sequence[Problem]
@@ -197,6 +199,7 @@ class Inputs:
     prompts: Prompts
     scorer: Scorer
     notes: list[str]
+    environments: Environments | None = None
 
 
 def read_inputs(
@@ -219,23 +222,30 @@ def read_inputs(
       ModuleNotFoundError: the reward needs a library that is not installed.
     """
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
-    name = rows.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
+    name, environments = rows.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward, None
     scorer = Scorer(name, options=cfg.rewards)
+    if cfg.environment is not None:  # which gives rewards, too
+        environments = Environments(cfg.environment, cfg.rewards)
+        scorer = Scorer(cfg.environment, lambda completion: None)
+
+    def opened(problems: Sequence[Problem]) -> Sequence[Problem]:
+        return Opened(problems, environments, prompts.chat) if environments else problems
+
     problems, notes = [], []
     if trains:
-        problems = rows.problems(cfg.data, "train", prompts.chat, held_out(cfg))
+        problems = opened(rows.problems(cfg.data, "train", prompts.chat, held_out(cfg)))
         notes += check_rows(prompts, scorer, problems, "prompts", trains=True)
     heldout: Sequence[Problem] = []
     if cfg.eval.problems:
         try:
-            heldout = rows.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
+            heldout = opened(rows.problems(cfg.data, "heldout", prompts.chat))[: cfg.eval.problems]
             notes += check_rows(prompts, scorer, heldout, "held-out prompts", "held out: ")
         except rows.EmptySplitError as error:
             cfg.eval.problems = 0
             notes.append(f"WARNING: no held-out problem of the data is evaluated: {error}")
     if trains or heldout:
         notes.insert(0, describe_data(prompts, model, scorer.described))
-    return Inputs(problems, heldout, prompts, scorer, notes)
+    return Inputs(problems, heldout, prompts, scorer, notes, environments)
 
 
 def held_out(cfg: RLConfig) -> int:

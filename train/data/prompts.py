@@ -63,6 +63,7 @@ class Prompts:
     Attributes:
       chat: whether prompts that are text become messages of a conversation.
       date: date that the chat template writes; None: it writes none.
+      render: function from messages to the text that the chat template writes.
 
     Raises:
       ValueError: the settings need a chat template, and the tokenizer has none.
@@ -84,7 +85,7 @@ class Prompts:
         self.chat = self._has_template and cfg.chat != "off"
         date = cfg.date or datetime.datetime.now(datetime.UTC).date().isoformat()
         self.date = date if reads_date(tokenizer) else None
-        self._render = functools.partial(chat_text, tokenizer, options=options, date=date)
+        self.render = functools.partial(chat_text, tokenizer, options=options, date=date)
 
     # --- prompts ---------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Prompts:
                 "prompts that are conversations need a chat template, and the model's tokenizer "
                 "has none; use the instruct model's, or rows whose prompts are text"
             )
-        text = self._render(messages, tools=tools) if messages else prompt
+        text = self.render(messages, tools=tools) if messages else prompt
         if tools and not (messages and self._differs(text, messages)):
             raise ValueError(
                 "the row has a column `tools`, and no chat template writes it; delete or rename it"
@@ -161,7 +162,7 @@ class Prompts:
     def _differs(self, text: str, messages: Sequence[Message], **options) -> bool:
         """Returns whether the template writes other messages in another way, or refuses them."""
         try:
-            return self._render(messages, **options) != text
+            return self.render(messages, **options) != text
         except ValueError:
             return True
 
@@ -222,7 +223,7 @@ class Prompts:
         text = isinstance(response, str)
         message = {"role": "assistant", "content": response} if text else response
         content = message.get("content", "")
-        whole = self._render([*messages, message], **options)
+        whole = self.render([*messages, message], **options)
         if not whole.startswith(context):
             if parts := [name for name in PARTS if name in message]:
                 raise ValueError(

@@ -154,7 +154,7 @@ class RewardCall:
             calls = [(self._bound(text, row), 1) for text, row in pairs]
         if self.is_async:
             gathered = self._gather(calls, seconds, extra)
-            future = asyncio.run_coroutine_threadsafe(gathered, _event_loop())
+            future = asyncio.run_coroutine_threadsafe(gathered, event_loop())
             try:
                 return future.result()
             finally:  # if the wait is interrupted, as by Ctrl-C
@@ -164,7 +164,7 @@ class RewardCall:
             try:
                 outcomes += self._outcomes(self.function(*bound.args, **bound.kwargs), count)
             except Exception as error:  # a user's function may raise anything; the run goes on
-                outcomes += [_raised(error)] * count
+                outcomes += [raised(error)] * count
         return outcomes
 
     def _bound(self, completion: Any, columns: Columns) -> inspect.BoundArguments:
@@ -217,11 +217,11 @@ class RewardCall:
         try:
             return self._outcomes(await self.function(*bound.args, **bound.kwargs), count)
         except BaseException as error:  # SystemExit would end the event loop of all calls
-            return [_raised(error)] * count
+            return [raised(error)] * count
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """The event loop in which the process runs its asynchronous rewards.
 
     Clients of HTTP, locks and semaphores belong to the event loop in which they were first used,
@@ -264,7 +264,7 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _raised(error: BaseException) -> Failed:
+def raised(error: BaseException) -> Failed:
     """Returns the outcome of a reward that raised, with the line of its function that did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     where = f" at {Path(frames[0].filename).name}:{frames[0].lineno}" if frames else ""

@@ -60,11 +60,13 @@ class Setup(NamedTuple):
       names: names of the rewards.
       pattern: regular expression of the reward `format`.
       seconds: time limit of a completion.
+      kind: `reward`, or `environment`, which `train.environments.calls` calls.
     """
 
     names: tuple[str, ...]
     pattern: str
     seconds: float
+    kind: str = "reward"
 
 
 class Workers:
@@ -154,7 +156,8 @@ class _Worker:
                 outcomes = self._connection.recv()
                 self._called.add(index)
                 self._late += sum(isinstance(o, Failed) and o.timed_out for o in outcomes)
-                if self._late >= _MOST_LATE:
+                # A late environment may block the event loop of all others in the process.
+                if self._late >= (1 if self._setup.kind == "environment" else _MOST_LATE):
                     self._kill()
                 return outcomes
             failed = took_too_long(seconds)
@@ -194,7 +197,8 @@ class _Worker:
             self._kill()
             reason = str(problem).strip().splitlines()[-1]
             raise WorkerError(
-                f"a process for reward={', '.join(self._setup.names)} cannot be started: {reason}; "
+                f"a process for {self._setup.kind}={', '.join(self._setup.names)} cannot be "
+                f"started: {reason}; "
                 "correct it, or set rewards.workers=0: it runs in this process, without a limit"
             )
 

@@ -24,6 +24,7 @@ from train.rollout.draws import Draws
 from train.rollout.groups import Group, Response, Rule, StepGroups, begin_step, end_step
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.step import StepRollout
+from train.rollout.turns import Turns
 from train.schema import RLConfig
 
 
@@ -36,6 +37,7 @@ class Rollouts:
       prompts: encoder of their prompts.
       eos_ids: tokens that end a response.
       scorer: reward.
+      turns: plays the turns of samples; None: they have one.
 
     Attributes:
       rule: rule that selects the groups of a step.
@@ -54,9 +56,10 @@ class Rollouts:
         prompts: Prompts,
         eos_ids: Sequence[int],
         scorer: Scorer,
+        turns: Turns | None = None,
     ):
         roll, algo = cfg.rollout, cfg.algo
-        self.cfg, self._scorer = cfg, scorer
+        self.cfg, self._scorer, self._turns = cfg, scorer, turns
         batches = max(algo.max_num_gen_batches, 0)
         self.rule = Rule(roll.prompts, roll.in_flight, algo.dynamic_sampling, batches)
         self.draws = Draws(cfg, order, prompts, eos_ids)
@@ -80,7 +83,7 @@ class Rollouts:
         roll, start = self.cfg.rollout, self.draws.position
         carried, stale = begin_step(self.carried, step, roll.max_staleness)
         self.draws.begin(step)
-        run = StepRollout(engine, self.rule, roll.partial, self.draws, self.rewards)
+        run = StepRollout(engine, self.rule, roll.partial, self.draws, self.rewards, self._turns)
         self._run = run
         try:
             selection = run.run(carried)
@@ -118,7 +121,7 @@ class Rollouts:
         for group in self._kept:
             jobs = self.draws.jobs(group.position, group)
             for response, job in zip(group.responses, jobs, strict=True):
-                if response.num_carried == 0 and response.num_new:
+                if response.num_carried == 0 and response.num_new and response.loss_mask is None:
                     if response.finish_reason is None:
                         limit = len(job.prompt) + len(response.token_ids)
                         job = dataclasses.replace(job, limit=limit)
@@ -247,9 +250,11 @@ def rollout_metrics(
         "rollout/tokens_per_gpu_per_sec": rate / devices,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),
         "rollout/logprob_mean": float(
-            np.mean(np.concatenate([s.behaviour_logprobs for s in samples]))
+            np.mean(np.concatenate([s.sampled(s.behaviour_logprobs) for s in samples]))
         ),
     }
+    if any(sample.turns for sample in samples):
+        metrics["rollout/turns_mean"] = float(np.mean([len(s.turns) for s in samples]))
     if totals.steps and totals.rounds:  # 0 if the step only has carried samples
         metrics["rollout/spec_accept_length"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate

@@ -32,6 +32,7 @@ from train.rewards.scoring import Score, Scorer
 from train.rollout.groups import Group, Response
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.sets import ProblemSet
+from train.rollout.turns import Turns
 
 
 class Evaluated(NamedTuple):
@@ -56,6 +57,7 @@ def evaluate(
     eos_ids: Sequence[int],
     seed: int,
     on_progress: Callable[[int, Totals], None] | None = None,
+    turns: Turns | None = None,
 ) -> Evaluated:
     """Samples all problems of some sets with an engine's policy, and scores them.
 
@@ -68,6 +70,7 @@ def evaluate(
       eos_ids: tokens that end a response.
       seed: seed of the samples.
       on_progress: see `BaseEngine.generate`.
+      turns: plays the turns of samples; None: they have one.
     """
     started = time.perf_counter()
     jobs: list[Job] = []
@@ -100,13 +103,16 @@ def evaluate(
 
     metrics: dict[str, float] = {}
     try:
-        outputs, totals = engine.generate(jobs, on_progress, on_sample)
-        require_valid(outputs, lambda index: jobs[index].where)
+        if turns is not None:
+            totals = turns.play(engine, jobs, [place[1:] for place in places], on_progress)
+        else:
+            outputs, totals = engine.generate(jobs, on_progress, on_sample)
+            require_valid(outputs, lambda index: jobs[index].where)
         for problem_set, scores, dropped in zip(sets, rewards, overlong, strict=True):
 
             def judge(problem_set=problem_set, scores=scores) -> dict[str, float]:
                 for group in groups[problem_set.asked.name]:
-                    scores.score(group)
+                    turns.read(group) if turns else scores.score(group)
                 return _metrics(problem_set, groups[problem_set.asked.name])
 
             # Rewards may be random or take long: one process computes them, and all log the same.

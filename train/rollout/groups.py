@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.engine.request import SampleOutput, SpecStats
+from specjax.engine.request import UNKNOWN, SampleOutput, SpecStats
 from train.data.tasks.layout import Problem
 
 # --- the rule --------------------------------------------------------------------------------
@@ -182,6 +182,10 @@ class Response:
       records: records of the model, see `SampleOutput.records`.
       origins: origin of each token, see `SampleOutput.origins`.
       advantage: mean advantage of its tokens; None until it is trained on.
+      turns: of each turn that the environment has answered: index of its first token, index behind
+        its last one, reward, and the environment's messages; empty without an environment.
+      begun: index of the first token of the present turn.
+      ending: reason why its message ended, while the environment's answer is waited for.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -201,6 +205,9 @@ class Response:
     records: np.ndarray | None = None
     origins: str = ""
     advantage: float | None = None
+    turns: list[list[Any]] = dataclasses.field(default_factory=list)
+    begun: int = 0
+    ending: str | None = None
 
     @property
     def num_new(self) -> int:
@@ -214,6 +221,11 @@ class Response:
         Only a run that trains with processed ones asks the engine for them.
         """
         return self.logprobs if self.transformed_logprobs is None else self.transformed_logprobs
+
+    def sampled(self, values: Sequence[float]) -> np.ndarray:
+        """Those of values, one per token, that belong to tokens of the policy."""
+        mask = np.ones(len(values)) if self.loss_mask is None else np.array(self.loss_mask)
+        return np.asarray(values)[mask > 0]
 
     def staleness(self, step: int) -> np.ndarray:
         """[tokens]: number of weight updates between sampling and `step`'s own update."""
@@ -248,9 +260,44 @@ class Response:
             self.origins = self.origins[: len(self.token_ids)]
             self.finish_reason = None
             self.forget_reward()
+            self._cut_turns()
         if self.num_new:
             self.weight_versions.append((self.num_carried, step))
         return over
+
+    def _cut_turns(self) -> None:
+        """Forgets turns whose tokens were cut off, and what is left of an observation."""
+        self.turns = [turn for turn in self.turns if turn[1] <= len(self.token_ids)]
+        self.ending, self.begun = None, 0
+        if self.turns:
+            end = self.turns[-1][1]
+            cut = self.loss_mask is not None and not any(self.loss_mask[end:])
+            if cut:
+                for values in self._per_token():
+                    del values[end:]
+                self.origins = self.origins[:end]
+            following = self.loss_mask[end:] if self.loss_mask is not None else []
+            self.begun = end + (following.index(1) if 1 in following else 0)
+
+    def _per_token(self) -> list[list]:
+        lists = self.token_ids, self.logprobs, self.transformed_logprobs, self.loss_mask
+        return [values for values in lists if values is not None]
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Appends tokens that the environment wrote; the next turn begins behind them."""
+        if self.loss_mask is None:
+            self.loss_mask = [1] * len(self.token_ids)
+        for values in self._per_token():
+            values += ids if values is self.token_ids else [0] * len(ids)
+        self.origins = self.origins.ljust(len(self.token_ids), UNKNOWN)
+        self.begun = len(self.token_ids)
+
+    def begin_again(self) -> None:
+        """Forgets all tokens and turns."""
+        for values in self._per_token():
+            values.clear()
+        self.turns, self.begun, self.ending, self.num_carried, self.emitted = [], 0, None, 0, 0
+        self.origins, self.records, self.old_logprobs, self.weight_versions = "", None, [], []
 
     def forget_reward(self) -> None:
         """Makes the reward unknown, so that the response is scored when its group is complete."""
@@ -294,7 +341,10 @@ class Group:
     def status(self) -> GroupStatus:
         """The numbers by which the rule selects groups."""
         # A sample that has not ended has at least one more token to come.
-        at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
+        # One whose environment is asked may have ended with the tokens that it has.
+        at_least = max(
+            r.emitted + (r.finish_reason is None and r.ending is None) for r in self.responses
+        )
         if self.rewards is None:
             return GroupStatus(at_least)
         # A single sample has nothing to differ from.
@@ -319,7 +369,7 @@ class Group:
         """Makes the group that `to_json` stored."""
         responses = []
         for values in saved["responses"]:
-            response = Response(**{name: values[name] for name in _PLAIN})
+            response = Response(**{name: values[name] for name in _PLAIN if name in values})
             response.parts = tuple(response.parts)
             response.weight_versions = [tuple(run) for run in response.weight_versions]
             for name, kind in _ARRAYS.items():
@@ -333,7 +383,9 @@ class Group:
 
 # Of the fields of a response those that JSON takes as they are, and those that are numbers per
 # token, with their type.
-_PLAIN = ("weight_versions", "finish_reason", "origins", "reward", "failed", "parts")
+_PLAIN = (
+    "weight_versions", "finish_reason", "origins", "reward", "failed", "parts", "turns", "begun",
+)  # fmt: skip
 _ARRAYS = {
     "token_ids": "<i4",
     "logprobs": "<f4",

@@ -6,19 +6,22 @@ samples and speculation decide only the duration of a step.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 from specjax.engine.engine import Engine
-from specjax.engine.request import SampleOutput, SpecStats, Totals, require_valid
+from specjax.engine.request import Job, SampleOutput, Totals, require_valid
 from specjax.engine.sequence import Finished
 from specjax.engine.sequence import Sample as Added
 from specjax.parallel import distributed
 from train.rollout.draws import Draws
 from train.rollout.groups import Group, Response, Rule, Selection, select
 from train.rollout.rewards import GroupRewards
+from train.rollout.turns import Turns, before_of
 
 # A step that keeps replacing groups warns each time it has started this many batches of groups.
 WARN_EVERY = 10
@@ -35,6 +38,7 @@ class StepRollout:
       partial: whether incomplete groups will be carried to the next step.
       draws: draws further groups, and makes jobs of them.
       rewards: scores them.
+      turns: plays the turns of samples; None: they have one.
 
     Attributes:
       groups: the candidates in order, and groups beyond them that were started.
@@ -42,10 +46,19 @@ class StepRollout:
     """
 
     def __init__(
-        self, engine: Engine, rule: Rule, partial: bool, draws: Draws, rewards: GroupRewards
+        self,
+        engine: Engine,
+        rule: Rule,
+        partial: bool,
+        draws: Draws,
+        rewards: GroupRewards,
+        turns: Turns | None = None,
     ):
         self.engine, self.rule, self.partial = engine, rule, partial
-        self._draws, self._rewards = draws, rewards
+        self._draws, self._rewards, self._turns = draws, rewards, turns
+        self._jobs: list[list[Job]] = []  # of each group
+        # Samples whose environment is asked, as (group, place), by the answer.
+        self._asked: dict[Future, tuple[int, int]] = {}
         self._unscored: list[Group] = []  # complete groups whose rewards are not known yet
         self.groups: list[Group] = []
         self._running: list[dict[Added, Response]] = []  # running samples of each group
@@ -67,8 +80,9 @@ class StepRollout:
             for group in carried:
                 self._start(group)
             while not (selection := self._select()).final or self._must_go_on(selection):
-                for event in self.engine.step():
+                for event in self.engine.step() if self.engine.has_work else ():
                     self._finish(event)
+                self._take_answers()
                 self._take_rewards()
             self._stop(range(len(self.groups)))
             while self.engine.has_work:
@@ -96,30 +110,30 @@ class StepRollout:
 
     def _start(self, group: Group) -> None:
         """Adds the samples of a group to the engine."""
-        index, running = len(self.groups), {}
+        index = len(self.groups)
         self.groups.append(group)
-        self._running.append(running)
+        self._running.append({})
+        self._jobs.append(self._draws.jobs(index, group))
         self._rewards.add(index, group)
         if group.is_complete:  # carried complete, because others were selected before it
             self._complete(group)
             return
-        for response, job in zip(group.responses, self._draws.jobs(index, group), strict=True):
+        for place, response in enumerate(group.responses):
             if response.finish_reason is not None:
                 continue
-            before = None
-            if response.token_ids:
-                before = SampleOutput(
-                    token_ids=response.token_ids,
-                    text=None,
-                    logprobs=response.logprobs,
-                    finish_reason="abort",
-                    stats=SpecStats(()),
-                    transformed_logprobs=response.transformed_logprobs,
-                    records=response.records,
-                    origins=response.origins,
-                )
-            sequence = self.engine.add(job, before)
-            running[sequence], self._group_of[sequence] = response, index
+            if response.turns and response.turns[-1][1] == len(response.token_ids):
+                self._turns.observe(response, self._room(index, place))  # which was cut off
+            self._add(index, place)
+
+    def _room(self, index: int, place: int) -> int:
+        job = self._jobs[index][place]
+        return job.limit - len(job.prompt)
+
+    def _add(self, index: int, place: int) -> None:
+        """Adds a sample to the engine, to begin or to go on."""
+        response = self.groups[index].responses[place]
+        sequence = self.engine.add(self._jobs[index][place], before_of(response))
+        self._running[index][sequence], self._group_of[sequence] = response, index
 
     def _finish(self, event: Finished) -> None:
         """Records a sample that has ended, and scores its group when it is complete."""
@@ -129,18 +143,37 @@ class StepRollout:
             [event.sample], lambda _: f"the rollout of problem {group.position} in the data"
         )
         response = self._running[index].pop(event.sequence)
-        self._record(response, event.sample, finished=True)
-        if event.verdict is not None:
+        place = next(i for i, other in enumerate(group.responses) if other is response)
+        self._record(response, event.sample, finished=self._turns is None)
+        if self._turns is not None:
+            future = self._turns.ask(group, place, event.sample.finish_reason)
+            self._asked[future] = index, place
+        elif event.verdict is not None:
             response.reward, response.failed, response.parts = event.verdict
         else:
-            place = next(i for i, other in enumerate(group.responses) if other is response)
             self._rewards.begin(group, place)
         if group.is_complete:
             self._complete(group)
 
+    def _take_answers(self) -> None:
+        """Takes the answers of environments; waits for one if no sample runs."""
+        if self._asked and not self.engine.has_work:
+            concurrent.futures.wait(self._asked, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in [future for future in self._asked if future.done()]:
+            index, place = self._asked.pop(future)
+            [answer] = future.result()
+            if self._turns.take(self.groups[index], place, answer, self._room(index, place)):
+                self._add(index, place)
+            elif self.groups[index].is_complete:
+                self._complete(self.groups[index])
+
     def _complete(self, group: Group) -> None:
         """Takes the rewards of a complete group, or notes that they are not known yet."""
-        group.rewards = self._rewards.rewards(group)
+        if self._turns is not None:
+            self._turns.read(group)
+            group.rewards = [response.reward for response in group.responses]
+        else:
+            group.rewards = self._rewards.rewards(group)
         if group.rewards is None:
             self._unscored.append(group)
 
@@ -177,18 +210,29 @@ class StepRollout:
                 self._stop([index])
             for sequence in long_enough:
                 self._abort(index, sequence)
+        for future, (index, place) in list(self._asked.items()):
+            if self.groups[index].responses[place].num_new > budget:
+                self._give_up(future)
 
     def _must_go_on(self, selection: Selection) -> bool:
         """Stops groups outside of a final selection, and returns whether others run."""
         first = selection.candidates if self.partial else 0
         self._stop(range(first, len(self.groups)))
-        return any(self._running[:first])
+        return any(self._running[:first]) or bool(self._asked)
 
     def _stop(self, indices: Iterable[int]) -> None:
         """Stops all samples of groups."""
         for index in indices:
             for sequence in list(self._running[index]):
                 self._abort(index, sequence)
+            for future, (group, _) in list(self._asked.items()):
+                if group == index:
+                    self._give_up(future)
+
+    def _give_up(self, future: Future) -> None:
+        """Leaves a sample where it stands, whatever its environment will answer."""
+        index, place = self._asked.pop(future)
+        self.groups[index].responses[place].ending = None
 
     def _abort(self, index: int, sequence: Added) -> None:
         response = self._running[index].pop(sequence, None)
