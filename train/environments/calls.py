@@ -21,7 +21,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from train.registry import ENVIRONMENTS
 from train.rewards.calls import Failed, as_number, event_loop, raised, took_too_long
+from train.rewards.workers import Setup
 
 _MOST = 4096  # objects that a process keeps
 
@@ -123,6 +125,11 @@ class EnvironmentCall:
                 return Lost()
             _result(environment.restore([*prompt, *before]), limit)
         return environment
+
+
+def load(setup: Setup) -> list[EnvironmentCall]:
+    """Imports the environments of a worker."""
+    return [EnvironmentCall(name, ENVIRONMENTS.find(name)) for name in setup.names]
 
 
 def _result(value: Any, limit: float | None) -> Any:

@@ -30,8 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.environments.calls import EnvironmentCall
-from train.registry import ENVIRONMENTS, REWARDS
+from train.registry import REWARDS
 from train.rewards.answers.extract import (
     chosen_letter,
     each_gold,
@@ -184,8 +183,6 @@ def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:
 
 def load(setup: Setup) -> list[RewardCall]:
     """Imports the rewards; of those that come with specjax also what their first call imports."""
-    if setup.kind == "environment":
-        return [EnvironmentCall(name, ENVIRONMENTS.find(name)) for name in setup.names]
     calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
     if "math_verify" in setup.names:
         MATH_VERIFY("\\boxed{x+1}", "1+x")

@@ -15,6 +15,7 @@ time: a process that is ended for that would be followed by one as slow.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from train.rewards.calls import Failed, Outcome, RewardCall, took_too_long
+from train.rewards.calls import Failed, Outcome, took_too_long
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
 _FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
@@ -42,9 +43,10 @@ _MOST_LATE = 100  # late asynchronous calls, which may go on, with which a proce
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from train.rewards import builtin, workers; "
-    "workers.serve(int(sys.argv[2]), int(sys.argv[3]), builtin.load)"
+    "from train.rewards import workers; workers.serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+# What makes the functions of a worker, by the kind of its `Setup`.
+_LOADERS = {"reward": "train.rewards.builtin", "environment": "train.environments.calls"}
 
 Outcomes = list[Outcome]
 
@@ -234,13 +236,12 @@ def _end_all(process: subprocess.Popen) -> None:
 # --- the worker process --------------------------------------------------------------------------
 
 
-def serve(descriptor: int, parent: int, load: Callable[[Setup], list[RewardCall]]) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """Calls rewards until the parent closes the connection, or ends.
 
     Args:
       descriptor: file descriptor of the connection.
       parent: process id of the parent.
-      load: function that imports the rewards.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     # A reward that hangs in a call which holds the interpreter's lock never reads the end of the
@@ -252,7 +253,7 @@ def serve(descriptor: int, parent: int, load: Callable[[Setup], list[RewardCall]
     connection = Connection(descriptor)
     setup = connection.recv()
     try:
-        calls = load(setup)
+        calls = importlib.import_module(_LOADERS[setup.kind]).load(setup)
     except Exception:
         connection.send(traceback.format_exc())
         return
