@@ -182,7 +182,7 @@ COMPARISONS = {
             ],
         },
         "configs/environment.yaml",
-        seeds=3,
+        seeds=2,
     ),
     "losses": Comparison(
         {loss: [f"draft.loss={loss}"] for loss in DRAFT_LOSSES},

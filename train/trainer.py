@@ -31,7 +31,7 @@ from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_form
-from specjax.parallel import sharding
+from specjax.parallel import distributed, sharding
 from specjax.settings import fingerprint, named_in
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -151,6 +151,11 @@ class Trainer:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
         self.environments = inputs.environments
+        if self.environments is not None and distributed.is_several():
+            raise ConfigError(
+                f"environment={cfg.environment} needs a job of one process, got "
+                f"{jax.process_count()}: its objects live in one; use rollout.replicas instead"
+            )
         self.notes = [*([fitted] if fitted else []), *inputs.notes, *about_sets]
         self.order = rows.endless(inputs.problems, cfg.data.seed)
 
