@@ -30,10 +30,12 @@ def contents() -> dict:
 FORMS = {
     "x": (1, ".2f", "x"),
     "%": (100, ".0f", "%"),
+    "0.1%": (100, ".1f", "%"),
     "n": (1, ",.0f", ""),
     "ms": (1, ".1f", " ms"),
     "plain": (1, ".2f", ""),
     "fine": (1, ".4f", ""),
+    "milli": (1e3, ".2f", ""),
     "tok/s": (1, ",.0f", " tok/s"),
     "M": (1e-6, ".2f", "M"),
     "MB": (1e-6, ",.0f", " MB"),
@@ -64,7 +66,9 @@ def load(file: str) -> dict:
 
 def cell(result: Mapping, row: Row, name: str = "") -> str:
     """Writes a figure with its interval; empty where the file does not have it."""
-    entries = [result["figures"].get(key.replace("{name}", name)) for key in row.keys]
+    last = name.rpartition("/")[2]
+    keys = [key.replace("{name}", name).replace("{last}", last) for key in row.keys]
+    entries = [result["figures"].get(key) for key in keys]
     if None in entries:
         return ""
     first = entries[0]

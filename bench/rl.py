@@ -182,7 +182,6 @@ COMPARISONS = {
             ],
         },
         "configs/environment.yaml",
-        seeds=2,
     ),
     "losses": Comparison(
         {loss: [f"draft.loss={loss}"] for loss in DRAFT_LOSSES},

@@ -65,10 +65,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
 def _read(cfg: ServeConfig, name: str) -> str | None:
     """Reads the file that a setting names, without white space around; None: it names none."""
     path = getattr(cfg, name)
+    if path is None:
+        return None
     try:
-        return None if path is None else Path(path).read_text(encoding="utf-8").strip()
+        key = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot read {path}: {error}") from error
+    if not key:
+        raise ConfigError(f"{name}: {path} is empty; write the key into it")
+    return key
 
 
 def serve(cfg: ServeConfig) -> None:

@@ -261,8 +261,8 @@ class EngineThread:
                         self._take_snapshot()
                 self._run_calls(wait=has_nothing_to_run)
                 if self.error is None and self.paused is None and self._engine.has_work:
-                    self._expire()
                     self._step()
+                    self._expire()
             except BaseException as error:
                 log.exception("the engine died")
                 self._die(error)
@@ -305,11 +305,16 @@ class EngineThread:
         oldest = next(iter(self._queued), None)
         while oldest is not None and self.queue_seconds is not None:
             waited = time.perf_counter() - oldest.arrived
-            if not any(sample.admitted for sample in oldest.samples) and not oldest.aborted:
+            # A sample that has a slot, or whose prompt is being read, waits no more.
+            begun = any(
+                sample.admitted or any(one.scheduler.holds(sample) for one in self._engines)
+                for sample in oldest.samples
+            )
+            if not begun and not oldest.aborted:
                 if waited < self.queue_seconds:
                     return
                 for sample in oldest.samples:
-                    del self._owners[sample]
+                    self._owners.pop(sample, None)
                     self._engine.abort(sample)
                 message = f"it waited {waited:.0f} s for a slot, and this server's limit is "
                 error = QueuedTooLong(f"{message}{self.queue_seconds:g} s (limits.queue_seconds)")
@@ -320,6 +325,7 @@ class EngineThread:
     def abort_all(self) -> None:
         """Ends all samples where they stand; their requests are answered with what there is."""
         updates = []
+        self._queued.clear()
         for sample, (request, index) in list(self._owners.items()):
             output = self._engine.abort(sample)
             if output is not None:  # else it has ended, and the next step says so

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from specjax import tool_calls as output
 from serve.engine_thread import (
     Asleep,
     ClientGone,
@@ -36,6 +35,7 @@ from serve.responses import (
     spec_details,
 )
 from serve.settings import ServeConfig
+from specjax import tool_calls
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.request import (
     CallSeeds,
@@ -97,7 +97,7 @@ class Generation:
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._max_samples = slots + cfg.limits.queue
         template = getattr(self._tokenizer, "chat_template", None)
-        self._calls = cfg.tool_call_parser or output.named_in(str(template or ""))
+        self._calls = cfg.tool_call_parser or tool_calls.named_in(str(template or ""))
         self._being_encoded = 0  # samples whose prompts are being encoded
 
     async def create(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
@@ -386,7 +386,8 @@ class Generation:
             choices.append(Choice(parsed, index, response, self._tokenizer))
             if isinstance(body, ChatRequest):
                 end = decode(self._tokenizer, job.prompt[-8:], skip_special_tokens=False)
-                choices[-1].reads(output.parser_of(*names, tools, end), ends)
+                parser = tool_calls.parser_of(*names, tools, end)
+                choices[-1].reads(parser, ends and ends | set(job.stop_ids))
         return choices
 
     async def _collect(
@@ -482,11 +483,11 @@ class Choice:
         reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
         self._offsets = TextOffsets(self._decode if reports else None, len(self._echo))
         self._pieces = TextPieces(self._decode)
-        self._parser: output.Text | None = None
+        self._parser: tool_calls.Text | None = None
         self._calls = 0  # number of calls of tools so far
         self.origins: list[str] = []
 
-    def reads(self, parser: output.Text, ends: frozenset[int]) -> None:
+    def reads(self, parser: tool_calls.Text, ends: frozenset[int]) -> None:
         """Lets a parser read the text, in which special tokens of the end do not occur.
 
         Args:

@@ -25,11 +25,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from fastapi.responses import StreamingResponse
 
-from specjax.tool_calls import Delta
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import BONUS, DRAFT, PLAIN, SampleOutput
 from specjax.engine.sequence import News, origins_of
 from specjax.tokenizer import decode
+from specjax.tool_calls import Delta
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity
 

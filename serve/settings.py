@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from serve.model import ModelSettings, Slots
-from specjax.tool_calls import CALLS, REASONING
 from specjax import LLM, EngineConfig, SamplingParams
 from specjax.checked_json import UnsupportedModelError
 from specjax.command_line import ConfigError
@@ -18,6 +17,7 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.parallel.sharding import offer_cpu_devices
 from specjax.settings import named_in, option, part, values_of
 from specjax.shipped import find_shipped
+from specjax.tool_calls import CALLS, REASONING
 
 WARM_UP = {
     "none": (),
@@ -93,8 +93,8 @@ class ServeConfig(ModelSettings):
         id.
       host: address to listen on; 0.0.0.0: all addresses of the machine.
       port: port to listen on; 0 takes a free one and prints it.
-      tool_call_parser: format in which the model calls tools, see `specjax.tool_calls`; null: that of the
-        chat template.
+      tool_call_parser: format in which the model calls tools, see `specjax.tool_calls`; null: that
+        of the chat template.
       reasoning_parser: format of reasoning that is to be `reasoning_content`; null: it is text,
         but for gpt-oss.
       api_key: key that clients must send, better set as SPECJAX_API_KEY; null: no key.

@@ -230,6 +230,8 @@ class Channels(Text):
 
     def _close(self) -> Delta:
         body, self._body = self._body, ""
+        if self._part in ("channel", "constrain"):  # a header that no message follows
+            return Delta(self._header.strip())
         if self._part != "message" or self._recipient is None:
             return Delta()
         call = _call({"name": self._recipient, "arguments": body.strip() or "{}"})
@@ -237,7 +239,8 @@ class Channels(Text):
 
     def finish(self) -> Delta:
         rest, self._rest = self._rest, ""
-        return self._take(rest) + self._close()
+        delta = self._take(rest)  # which completes a header before it closes
+        return delta + self._close()
 
 
 def _held(text: str, tag: str) -> tuple[str, str]:
@@ -250,17 +253,25 @@ def _held(text: str, tag: str) -> tuple[str, str]:
 
 def _call(value: Any) -> Call | None:
     """Reads the JSON value of a call; None: it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict):
+    return _named(value["name"], arguments)
+
+
+def _named(name: str, arguments: Any) -> Call | None:
+    """A call; None where it has no name or object, or half a surrogate pair, which has no bytes."""
+    call = Call(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        "".join(call).encode()
+    except UnicodeEncodeError:
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return call if name and isinstance(arguments, dict) else None
 
 
 def _json_call(text: str) -> Call | None:
@@ -271,7 +282,7 @@ def _json_call(text: str) -> Call | None:
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def _xml_call(text: str, tools: Tools) -> Call | None:
@@ -279,18 +290,31 @@ def _xml_call(text: str, tools: Tools) -> Call | None:
     function = _FUNCTION.fullmatch(text)
     if function is None or _PARAMETER.sub("", function[2]).strip():
         return None
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    types = (schemas.get(function[1]) or {}).get("properties") or {}
+    schemas = [
+        t["function"].get("parameters") for t in tools if t["function"]["name"] == function[1]
+    ]
+    schema = next((schema for schema in schemas if isinstance(schema, Mapping)), {})
+    types = schema.get("properties")
+    types = types if isinstance(types, Mapping) else {}
     values = {
-        name: _typed(value, (types.get(name) or {}).get("type"))
+        name: _typed(value, _kinds(types.get(name)))
         for name, value in _PARAMETER.findall(function[2])
     }
-    return Call(function[1], json.dumps(values, ensure_ascii=False))
+    return _named(function[1], values)
 
 
-def _typed(text: str, kind: Any) -> Any:
-    """The value of a parameter; text where it is of no other type, or cannot be read as such."""
-    if kind in (None, "string"):
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema allows, as far as it says them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind, branches = schema.get("type"), schema.get("anyOf") or schema.get("oneOf") or ()
+    kinds = {kind} if isinstance(kind, str) else {*map(str, kind or ())}
+    return kinds.union(*map(_kinds, branches if isinstance(branches, list) else ()))
+
+
+def _typed(text: str, kinds: set[str]) -> Any:
+    """The value of a parameter; text where that is allowed, or it cannot be read as JSON."""
+    if not kinds or "string" in kinds:
         return text
     try:
         return json.loads(text)

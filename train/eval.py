@@ -55,6 +55,7 @@ from train.rollout.evaluation import evaluate
 from train.rollout.replicas import join_engines
 from train.rollout.samples import SampleLog
 from train.rollout.sets import problem_sets
+from train.rollout.turns import Turns
 from train.rollout_schema import SECTIONS
 from train.run.describe import describe_run
 from train.run.files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, complete_steps
@@ -141,7 +142,10 @@ def run(cfg: EvalConfig) -> dict[str, float]:
     features = chunk_features(cfg, model, evaluating=True)
     say(engine.warm_up((features,), CompileProgress(print)))
     with sample_bar(sum(len(each.problems) * each.asked.n for each in sets)) as show:
-        evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
+        ends, turns = model.eos_token_ids, None
+        if inputs.environments is not None:
+            turns = Turns(inputs.environments, inputs.prompts, ends, cfg.max_turns, "heldout")
+        evaluated = evaluate(engine, sets, ends, cfg.eval.seed, show, turns)
     inputs.scorer.close()
     if (line := engine.slower_than_plain()) is not None:
         say(f"{line}; rollout.strategy=off decodes plainly")

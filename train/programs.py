@@ -180,7 +180,8 @@ def _engines(
             slots,
             prompt + response,
             control=control,
-            prompt_widths=[prompt],  # one width, one set of executables
+            # One width, one set of executables; a next turn has few tokens to read.
+            prompt_widths=[prompt] if cfg.environment is None else None,
             config=config,
             mesh=mesh,
             stop_width=max(1, len(model.eos_token_ids)),

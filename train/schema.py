@@ -617,6 +617,11 @@ class RLConfig(Trained):
                     f"environment={self.environment} gives the rewards of its problems; leave "
                     "reward and eval.sets out"
                 )
+            if getattr(self.algo, "logprobs", None) == "processed":
+                raise ValueError(
+                    "algo.logprobs=processed scores a sample as one response, and those of an "
+                    "environment have several; set algo.logprobs=temperature"
+                )
         names = reward_names(self.reward)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"reward: expected one or several different rewards, got {names}")

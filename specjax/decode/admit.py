@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     Attributes:
       tokens: T + `needs.states` tokens from `start` on; tokens beyond a prompt are arbitrary.
       start: first position, a multiple of the page size, or of T if that is less.
-      length: length of the whole prompt.
+      length: length of the prompt up to which it is read now, root included.
       prompts: row of each prompt in `Prompts`.
       begin: row of the slot that it begins with: its own, or one that another prompt left there.
       keep: row that gets a copy of the slot that it ends with.
@@ -124,8 +124,8 @@ def prefill(
 ) -> tuple[DecodeState, Prompts, Int[Array, "prompts T M ..."] | None]:
     """Runs a piece of some prompts through target and draft source, and writes it to their memory.
 
-    Rows past a prompt's end are written to pages as well, and never visible. A prompt's first piece
-    begins with an empty slot, whatever an earlier prompt left in its row.
+    Rows past a prompt's end are written to pages as well, and never visible. A piece that
+    starts at position 0 begins with an empty slot, whatever an earlier prompt left in its row.
 
     Args:
       kept: what is kept of all prompts; the rows of the piece's prompts are updated.

@@ -278,6 +278,7 @@ class Engine(BaseEngine):
 
     def _weights_changed(self) -> None:
         if not self.scheduler.pool.used:
+            self.scheduler.forget_pages()
             self.runner.state = None  # it is allocated anew, and zeroed, when it is needed
         self.controller.weights_changed()
 
@@ -288,9 +289,12 @@ class Engine(BaseEngine):
         return head is None or head.finite
 
     def retract(self) -> None:
-        """Puts all running samples back into the queue, where they hold no pages."""
+        """Puts all running samples back into the queue, where they hold no pages.
+
+        Their tokens are read again, in `invariant` mode too, since other weights may come.
+        """
         self.drain()
-        self._preempt_all()
+        self._preempt_all(keep=True)
         self.scheduler.forget_prompts()
 
     def _preempt_all(self, keep: bool = False, first: int = 0) -> None:

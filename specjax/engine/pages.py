@@ -77,6 +77,10 @@ class PagePool:
         if page not in self._keys and key not in self._pages:
             self._pages[key], self._keys[page] = page, (key, records)
 
+    def knows(self, page: int) -> bool:
+        """Whether a page is remembered."""
+        return page in self._keys
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the pages of the first keys, up to the first key that no page has."""
         pages = []

@@ -186,7 +186,7 @@ class Runner:
         """Number of positions before the root that the draft source writes when a sample starts."""
         return max(self.tail - 1, 0)
 
-    @property
+    @functools.cached_property
     def draft_has_pages(self) -> bool:
         source = self.longest.source
         return source is not None and source.cost(self.page_size).page > 0

@@ -124,6 +124,10 @@ class Scheduler:
         """Number of sequences that have no slot."""
         return sum(len(p.waiting) for p in self._prompts())
 
+    def holds(self, sequence: Sample) -> bool:
+        """Whether a waiting sequence's prompt holds pages, to be read."""
+        return any(sequence in prompt.waiting for prompt in self._reading.values())
+
     @property
     def has_waiting(self) -> bool:
         return bool(self._queue or self._reading)
@@ -241,6 +245,8 @@ class Scheduler:
         for number, (page, key) in enumerate(zip(pages, keys, strict=False)):
             if (number + 1) * size > ready:
                 return
+            if self.pool.knows(page):
+                continue
             those = records_between(records, number * size, (number + 1) * size)
             self.pool.remember(page, key, those)
 

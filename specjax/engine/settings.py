@@ -133,7 +133,8 @@ def piece_widths(
 ) -> list[int]:
     """The lengths that pieces of prompts are padded to, ascending, all multiples of 16.
 
-    The last one is the longest piece, and all pieces of a prompt start at multiples of it.
+    The last one is the longest piece, and all pieces of a prompt start at multiples of it, unless a
+    prefix cache has its beginning.
 
     Args:
       given: lengths that the caller wants; None: powers of two, on GPUs every other one.

@@ -59,6 +59,14 @@ def test_new_weights_and_an_engine_that_slept_find_no_page():
         assert sample.cached_tokens == 0
 
 
+def test_a_head_that_comes_while_nothing_runs_leaves_no_page_of_dropped_caches():
+    llm, cold = llm_of(), llm_of(engine=EngineConfig(page_size=PAGE))
+    conversation(llm, 4)
+    llm.update_head(weights(seed=5)[1])
+    again = zip(conversation(llm), conversation(cold), strict=True)
+    assert all(sample.token_ids == right.token_ids for (_, sample), (_, right) in again)
+
+
 def test_samples_have_the_same_bits_in_invariant_mode():
     """There only whole pieces of prompts are reused: two here."""
     small = {"page_size": 16, "prefill_chunk": 16}

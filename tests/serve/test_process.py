@@ -179,6 +179,12 @@ def test_keys_and_certificate_come_from_files(thin_policy, tmp_path):
         server.process.wait()
 
 
+def test_an_empty_key_is_no_key(tmp_path):
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(SystemExit, match="admin_key_file.*is empty"):
+        main(["--model", "nowhere", f"admin_key_file={tmp_path / 'key'}", "port=0"])
+
+
 @pytest.mark.parametrize("name", ["api_key_file", "ssl_certfile"])
 def test_files_that_cannot_be_read_are_told_of_before_the_model_is_loaded(name, tmp_path):
     with pytest.raises(SystemExit, match=f"{name}.*No such file"):

@@ -51,6 +51,9 @@ READ = {
     "two calls and text": ("hermes", None, f"So \n{F1}\n{F1}\n", Delta("So", "", (F, F))),
     "no last tag": ("hermes", None, F1[:-12], Delta("", "", (F,))),
     "XML": ("qwen3_coder", None, XML.format(1), Delta("", "", (F,))),
+    "an unknown key": ("llama3_json", None, '{"name": "Al"}', Delta('{"name": "Al"}')),
+    "half a pair": ("hermes", None, call("f", x="\ud800"), Delta(call("f", x="\ud800"))),
+    "a header alone": ("openai", None, "<|channel|>final Yes", Delta("final Yes")),
     "XML, another type": ("qwen3_coder", None, XML.format("y"), Delta("", "", (Y,))),
     "JSON alone": ("llama3_json", None, f"<|python_tag|>{TWICE}", Delta("", "", (F, F))),
     "channels": ("openai", None, CHANNELS, Delta("", "Hm.", (F,))),
@@ -59,7 +62,8 @@ READ = {
     "opened by the prompt": (None, "deepseek_r1", "Hm.</think>\n\nYes.", Delta("Yes.", "Hm.")),
     "reasoning without end": (None, "qwen3", "<think>Hm.", Delta("", "Hm.")),
 }
-TYPED = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+TYPED = [{"function": {"name": "f", "parameters": {"properties": {"x": OPTIONAL}}}}]
 
 
 def parsed(calls, reasoning, pieces) -> Delta:
@@ -101,6 +105,13 @@ def test_malformed_calls_stay_text_however_they_are_cut(
         assert isinstance(json.loads(one.arguments), dict)
     if calls != "openai" and reasoning is None and not whole.calls:
         assert whole.content == text
+
+
+@pytest.mark.parametrize("parameters", [{"properties": ["x"]}, {"properties": {"x": True}}, {}])
+def test_odd_schemas_of_tools_leave_values_text(parameters):
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    delta = parser_of("qwen3_coder", None, tools, "").push(XML.format(1))
+    assert delta.calls == (Call("f", '{"x": "1"}'),)
 
 
 def test_the_chat_template_says_which_format_it_is():

@@ -36,8 +36,9 @@ def test_a_sample_that_is_paused_goes_on_with_new_weights(restored: Server, othe
     assert len(answers[0].token_ids) == 60 and answers[0].finish_reason == "length"
 
 
-def test_a_pause_ends_samples_and_lets_new_ones_wait(server: Server):
+def test_a_pause_ends_samples_and_lets_new_ones_wait(server: Server, monkeypatch):
     whole = ask(server)
+    monkeypatch.setattr(server.app.state.thread, "queue_seconds", 30.0)
     with server.slowly():
         thread, answers = in_a_thread(server)
         server.post("/pause_generation")
@@ -53,6 +54,8 @@ def test_a_pause_ends_samples_and_lets_new_ones_wait(server: Server):
     server.post("/continue_generation")
     thread.join()
     assert late[0].token_ids == whole.token_ids
+    monkeypatch.setattr(server.app.state.thread, "queue_seconds", 0.0)
+    assert ask(server).token_ids == whole.token_ids, "no request that ended is still counted"
 
 
 def test_an_update_that_fails_says_so_in_the_shape_of_sglang(server: Server):

@@ -86,3 +86,19 @@ def test_a_carried_record_keeps_its_mask_and_is_cut_with_it():
     cut = Response(list(range(5)), [-1.0] * 5, loss_mask=[*TURNS])
     assert cut.end_step(1, 3) == 2
     assert (cut.token_ids, cut.loss_mask) == ([0, 1, 2], TURNS[:3])
+
+
+def test_what_is_carried_does_not_depend_on_how_far_a_sample_went_on():
+    """An observation that ends at the step's budget: appended just now, or already gone beyond."""
+    carried = []
+    for further in (0, 3):
+        response = Response([1, 2, 3, 4], [-1.0] * 4, turns=[[0, 4, 0.5, [{"role": "tool"}]]])
+        response.observe([8, 9])
+        for values in (response.token_ids, response.logprobs, response.loss_mask):
+            values += [1] * further
+        response.end_step(1, 6)
+        response.num_carried = len(response.token_ids)
+        response.end_step(2, 0)  # a step that finds enough groups complete
+        carried.append(response)
+    assert carried[0] == carried[1] and carried[0].token_ids == [1, 2, 3, 4]
+    assert carried[0].turns and carried[0].weight_versions == [(0, 1)]

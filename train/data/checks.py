@@ -137,7 +137,8 @@ def overlong_warnings(
     Raises:
       ValueError: too many would be dropped, see `require_most`.
     """
-    most = FILE_ROWS if problems[0].place else GENERATED_ROWS
+    made = isinstance(problems, Opened)  # whose rows take the time of an environment
+    most = FILE_ROWS if problems[0].place and not made else GENERATED_ROWS
     checked = [problems[i] for i in evenly(problems, most)]
     sizes = [len(prompts.whole(row)) for row in checked]
     name = "rollout.max_prompt_tokens"
@@ -223,8 +224,9 @@ def read_inputs(
     """
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
     name, environments = rows.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward, None
-    scorer = Scorer(name, options=cfg.rewards)
-    if cfg.environment is not None:  # which gives rewards, too
+    if cfg.environment is None:
+        scorer = Scorer(name, options=cfg.rewards)
+    else:  # which gives rewards, too
         environments = Environments(cfg.environment, cfg.rewards)
         scorer = Scorer(cfg.environment, lambda completion: None)
 

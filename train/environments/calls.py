@@ -7,10 +7,11 @@ An environment is a class, one object per sample, with the methods
                                                 is the assistant's; the reward of a sample is the
                                                 sum over its turns
 
-Either may be `async def`. Messages are {"role": .., "content": text}. It may have an attribute
-`tools`, JSON schemas that the chat template describes, and a method `restore(messages)`, which
-brings a new object, after `reset`, to where the conversation stands: without it a sample begins
-again where its environment was lost with a process, or its last turns were cut off.
+Either may be `async def`; a process asks one environment at a time. Messages are
+{"role": .., "content": text}. It may have an attribute `tools`, JSON schemas that the chat template
+describes, and a method `restore(messages)`, which brings a new object, after `reset`, to where the
+conversation stands: without it a sample begins again where its environment was lost with a process,
+or its last turns were cut off.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class Request(NamedTuple):
     messages: Messages = ()
 
 
+class _LateError(Exception):
+    """An environment did not answer in its time."""
+
+
 class EnvironmentCall:
     """Calls the environments of samples; has the interface of `RewardCall` in a worker.
 
@@ -105,8 +110,8 @@ class EnvironmentCall:
                 while len(self._open) > _MOST:
                     self._open.popitem(last=False)
             return turn
-        except TimeoutError:
-            return took_too_long(limit)
+        except _LateError:
+            return took_too_long(limit, "turn")
         except Exception as error:  # a user's class may raise anything; the run goes on
             return raised(error)
 
@@ -140,7 +145,14 @@ def _result(value: Any, limit: float | None) -> Any:
     async def awaited():
         return await value
 
-    return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result(limit)
+    future = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
+    try:
+        return future.result(limit)
+    except TimeoutError as error:
+        if future.done():  # the environment raised it
+            raise
+        future.cancel()
+        raise _LateError from error
 
 
 def _checked(messages: Any) -> Messages:
@@ -153,6 +165,8 @@ def _checked(messages: Any) -> Messages:
     for message in found:
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise TypeError(f"expected messages with the texts role and content, got {message!r}")
+        # Half a surrogate pair has no bytes, and no tokenizer takes it.
+        message["content"] = message["content"].encode("utf-8", "replace").decode()
     return found
 
 

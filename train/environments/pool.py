@@ -79,11 +79,6 @@ class Environments:
             self._described.add(text)
             log.warning("%s; the sample ends there, and reward/failed counts it", text)
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for workers in self._workers:
-            workers.close()
-
 
 def row_of(problem: Problem) -> dict[str, Any]:
     """The row that an environment sees: all columns, `prompt` and `answer` included."""

@@ -62,10 +62,10 @@ class Failed(NamedTuple):
 Outcome = float | Failed | None  # None: the reward does not apply to the row
 
 
-def took_too_long(seconds: float) -> Failed:
+def took_too_long(seconds: float, what: str = "completion") -> Failed:
     """Returns the outcome of a reward that was ended at its time limit."""
     return Failed(
-        f"took longer than {seconds:g} s per completion",
+        f"took longer than {seconds:g} s per {what}",
         "it was ended (rewards.timeout raises the limit)",
         timed_out=True,
     )

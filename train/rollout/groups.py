@@ -260,13 +260,17 @@ class Response:
             self.origins = self.origins[: len(self.token_ids)]
             self.finish_reason = None
             self.forget_reward()
+        if self.turns and self.finish_reason is None:
             self._cut_turns()
         if self.num_new:
             self.weight_versions.append((self.num_carried, step))
         return over
 
     def _cut_turns(self) -> None:
-        """Forgets turns whose tokens were cut off, and what is left of an observation."""
+        """Forgets turns whose tokens were cut off, and an observation that nothing follows yet.
+
+        Whether it was appended before the end of the step depends on the clock.
+        """
         self.turns = [turn for turn in self.turns if turn[1] <= len(self.token_ids)]
         self.ending, self.begun = None, 0
         if self.turns:
@@ -276,6 +280,9 @@ class Response:
                 for values in self._per_token():
                     del values[end:]
                 self.origins = self.origins[:end]
+                self.num_carried = min(self.num_carried, end)
+                del self.old_logprobs[end:]
+                self.weight_versions = [run for run in self.weight_versions if run[0] < end]
             following = self.loss_mask[end:] if self.loss_mask is not None else []
             self.begun = end + (following.index(1) if 1 in following else 0)
 

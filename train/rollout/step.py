@@ -122,8 +122,12 @@ class StepRollout:
             if response.finish_reason is not None:
                 continue
             if response.turns and response.turns[-1][1] == len(response.token_ids):
-                self._turns.observe(response, self._room(index, place))  # which was cut off
+                if not self._turns.observe(response, self._room(index, place)):
+                    self._turns.end(response, "length")
+                    continue
             self._add(index, place)
+        if group.is_complete:
+            self._complete(group)
 
     def _room(self, index: int, place: int) -> int:
         job = self._jobs[index][place]

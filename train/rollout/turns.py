@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -22,7 +23,8 @@ from train.rewards.calls import Failed
 from train.rollout.groups import Group, Response
 from train.rollout.rewards import ResponseText
 
-_MARK = "THEANSWER"  # stands for a message of the assistant in a rendered conversation
+# Stands for a message of the assistant in a rendered conversation; no template contains it.
+_MARK = "THEANSWER"
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +48,10 @@ class Turns:
         most: int,
         name: str,
     ):
-        self._environments, self._prompts, self._most, self._name = (
-            environments,
-            prompts,
-            most,
-            name,
-        )
+        self._environments, self._prompts = environments, prompts
+        self._most, self._name = most, name
         self._text = ResponseText(prompts.tokenizer, SamplingParams(), eos_ids)
+        self._ends = frozenset(eos_ids)
         self._lost = False
 
     def read(self, group: Group) -> None:
@@ -106,15 +105,21 @@ class Turns:
         is_last = answer.done or reason == "length" or len(response.turns) >= self._most
         if not is_last and self.observe(response, room):
             return True
-        response.finish_reason = reason if is_last else "length"
-        response.reward = float(sum(turn[2] for turn in response.turns))
+        self.end(response, reason if is_last else "length")
         return False
+
+    @staticmethod
+    def end(response: Response, reason: str) -> None:
+        """Ends a response, whose reward is the sum over its turns."""
+        response.finish_reason = reason
+        response.reward = float(sum(turn[2] for turn in response.turns))
 
     def observe(self, response: Response, room: int) -> bool:
         """Appends what the environment said in the last turn; returns whether it fits."""
         ids = self._between(response.turns[-1][3])
-        if response.token_ids[-1:] == ids[:1]:  # the token that ended the message
-            ids = ids[1:]
+        last = response.token_ids[-1:]
+        if self._prompts.chat and last == ids[:1] and last[0] in self._ends:
+            ids = ids[1:]  # the message has its end already
         if len(response.token_ids) + len(ids) >= room:
             return False
         response.observe(ids)
@@ -125,7 +130,7 @@ class Turns:
         prompts = self._prompts
         if prompts.chat:
             given = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
-            text = prompts.render([*given, *messages]).rpartition(_MARK)[2]
+            text = prompts.render([*given, *messages]).partition(_MARK)[2]
         else:
             text = "".join(message["content"] for message in messages)
         return list(prompts.tokenizer.encode(text, add_special_tokens=False))
@@ -144,7 +149,8 @@ class Turns:
           places: group and place of each.
           on_progress: see `BaseEngine.generate`.
         """
-        running, asked, totals, ended = {}, {}, Totals(engine.runner.steps), 0
+        started, totals, ended = time.perf_counter(), Totals(engine.runner.steps), 0
+        running, asked = {}, {}
         for number, job in enumerate(jobs):
             running[engine.add(job)] = number
         try:
@@ -155,6 +161,7 @@ class Turns:
                     require_valid([event.sample], lambda _, number=number: jobs[number].where)
                     group.responses[place].update(event.sample, finished=False)
                     totals.count_rounds(event.sample.stats)
+                    totals.tokens += event.sample.stats.accepted + event.sample.stats.rounds
                     future = self.ask(group, place, event.sample.finish_reason)
                     asked[future] = number
                 if asked and not engine.has_work:
@@ -168,6 +175,7 @@ class Turns:
                         running[engine.add(job, before)] = number
                     else:
                         ended += 1
+                totals.seconds = time.perf_counter() - started
                 if on_progress:
                     on_progress(ended, totals)
         except BaseException:
