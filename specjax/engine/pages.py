@@ -16,8 +16,8 @@ class PagePool:
     """Pages 1 .. count - 1; page 0 is the null page.
 
     A page is held by one sequence or more: the full pages of a prompt belong to all its samples. A
-    page that is remembered keeps its content when nobody holds it, until it is taken: the others
-    are taken first, then those that were released the longest time ago.
+    page that is remembered keeps its content while no sequence holds it, until it is taken: the
+    others are taken first, then those that were released the longest time ago.
     """
 
     def __init__(self, count: int):
@@ -30,7 +30,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Number of pages that nobody holds."""
+        """Number of pages that no sequence holds."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -95,7 +95,7 @@ class PagePool:
         return self._keys[page][1]
 
     def idle(self, pages: Iterable[int]) -> int:
-        """Counts the pages that nobody holds."""
+        """Counts the pages that no sequence holds."""
         return sum(not self._holders[page] for page in pages)
 
     def forget(self) -> None:

@@ -454,14 +454,14 @@ def piece_of(
     Args:
       keep: rows for copies of the states at the ends; None: there is none.
     """
-    tail, nobody = runner.tail, runner.prompts - 1
+    tail, spare = runner.tail, runner.prompts - 1
     piece = Piece(
         tokens=np.zeros((rows, width + tail), np.int32),
         start=np.zeros(rows, np.int32),
         length=np.ones(rows, np.int32),
-        prompts=np.full(rows, nobody, np.int32),
-        begin=np.full(rows, nobody, np.int32),
-        keep=np.full(rows, nobody, np.int32),
+        prompts=np.full(rows, spare, np.int32),
+        begin=np.full(rows, spare, np.int32),
+        keep=np.full(rows, spare, np.int32),
         table=np.zeros((rows, runner.table_width), np.int32),
     )
     for row, prompt in enumerate(prompts):
@@ -472,7 +472,7 @@ def piece_of(
         piece.begin[row] = prompt.row if prompt.state is None else prompt.state
         piece.table[row, : len(prompt.pages)] = prompt.pages
     for row, kept in enumerate(keep):
-        piece.keep[row] = nobody if kept is None else kept
+        piece.keep[row] = spare if kept is None else kept
     return piece
 
 

@@ -29,7 +29,8 @@ SHARES = {
     ("/tokenize", FITS): 0.05,
     ("/detokenize", FITS): 0.05,
     ("/update_weights", FITS): 0.05,
-    ("/update_weights", DOES_NOT): 0.05,
+    ("/update_weights", DOES_NOT): 0.03,
+    ("/update_weights_from_disk", FITS): 0.02,
 }
 PROMPTS = ("17+25+8=", "93+4=", "1+2=")
 
@@ -39,7 +40,7 @@ def spread(thin_policy):
     few = {"max_batch": 1, "replicas": 2}  # the fewest programs to compile
     control = ControlConfig("bandit", ["off", "1_1_2"])
     speculation = {"control": control, "strategy": "1_1_2"}
-    cfg = config(thin_policy, engine=few, speculation=speculation)
+    cfg = config(thin_policy, engine=few, speculation=speculation, tool_call_parser="hermes")
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
     llm.warm_up([SamplingParams(logprobs=1, presence_penalty=0.1)])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import resource
 
 import openai
 import pytest
@@ -136,8 +137,79 @@ def agent(tmp_path_factory):
     path = scripted_policy.write(tmp_path_factory.mktemp("scripted") / "policy", TURNS)
     engine = {"max_len": 2048, "prefill_chunk": 128}
     cfg = config(path, chat_template=None, engine=engine, speculation={"strategy": "off"})
+    cfg.limits.queue = 256
     with served(cfg, load_llm(cfg)) as server:
         yield server
+
+
+def history(count: int) -> list[dict]:
+    """The first messages of the conversation, which the policy answers by `TURNS[count]`."""
+    answers = iter(["42", "4", "168", "177"])
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    for text in TURNS.values():
+        delta = parser_of("hermes", None, (), "").push(text)
+        calls = [
+            {"id": f"call_{i}", "type": "function", "function": one._asdict()}
+            for i, one in enumerate(delta.calls)
+        ]
+        messages.append({"role": "assistant", "content": delta.content, "tool_calls": calls})
+        for one in calls:
+            answer = {"role": "tool", "tool_call_id": one["id"], "content": next(answers)}
+            messages.append(answer)
+        if not calls:
+            messages.append({"role": "user", "content": QUESTIONS[1]})
+    return messages[:count]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_clients_with_tools_lose_nothing_and_leave_nothing_behind(agent, count):
+    """64 at once; one in ten leaves in the middle, one in twenty sends what cannot be served."""
+    client, gate = agent.client(openai.AsyncOpenAI), asyncio.Semaphore(64)
+    asked = {"model": "tiny", "tools": TOOLS, "temperature": 0, "max_tokens": 100}
+
+    async def one(number: int) -> str:
+        rng = random.Random(number)
+        turn, kind = rng.choice([*TURNS]), rng.random()
+        async with gate:
+            if kind < 0.05:
+                wrong = rng.choice([{"tool_choice": "required"}, {"tools": [{}]}, {"n": -1}])
+                with pytest.raises(openai.BadRequestError):
+                    await client.chat.completions.create(messages=history(turn), **asked | wrong)
+                return "refused"
+            stream = kind < 0.5
+            answer = await client.chat.completions.create(
+                messages=history(turn), stream=stream, **asked
+            )
+            if not stream:
+                message = answer.choices[0].message.model_dump(exclude_none=True)
+            else:
+                chunks = []
+                async for chunk in answer:
+                    chunks.append(chunk)
+                    if kind < 0.15:
+                        await answer.close()
+                        return "left"
+                message, _ = streamed(chunks)
+        expected = parser_of("hermes", None, (), "").push(TURNS[turn])
+        made = [Call(**c["function"]) for c in message.get("tool_calls", ())]
+        assert ((message.get("content") or ""), tuple(made)) == (expected.content, expected.calls)
+        return "right"
+
+    async def crowd(numbers):
+        return await asyncio.gather(*map(one, numbers))
+
+    async def crowds():
+        outcomes = await crowd(range(count // 2))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        outcomes += await crowd(range(count // 2, count))
+        return outcomes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    outcomes, grown = asyncio.run(crowds())
+    assert {"right", "left", "refused"} == {*outcomes} and len(outcomes) == count
+    assert grown < 20_000, f"the process grew by {grown} kB"
+    agent.settles(lambda m: m["num_requests_running"] == m["kv_cache_pages_used"] == 0)
+    pool = agent.llm.engine.scheduler.pool
+    assert pool.free == pool.count - 1 and agent.app.state.thread.outstanding == 0
 
 
 def streamed(chunks) -> tuple[dict, str]:
