@@ -43,8 +43,8 @@ REWARDS = Registry(
 ENVIRONMENTS = Registry(
     "environment",
     {
-        "calculator": "train.environments.calculator:Calculator",
-        "guess": "train.environments.guess:Guess",
+        "calculator": "train.environments.examples:Calculator",
+        "guess": "train.environments.examples:Guess",
     },
     "a class with the methods reset and step",
 )

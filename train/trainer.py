@@ -422,11 +422,6 @@ class Trainer:
         metrics["train/microbatches"] = 0.0
         if not samples:  # all were truncated, and masked
             return [], []
-        if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
-            raise ValueError(
-                "algo.logprobs=processed scores a sample as one response, and there are some with "
-                "tokens that the policy did not sample; set algo.logprobs=temperature"
-            )
         updates, denominators = [], []
         for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
             places = set(shard.tolist())

@@ -56,10 +56,7 @@ def training_samples(
         overlong = overlong_penalties(lengths, max_tokens, buffer, factor)
         rewards = rewards - overlong
         metrics["rollout/overlong_penalty"] = float(overlong.mean())
-    masks = [
-        np.ones(len(r.token_ids)) if r.loss_mask is None else np.array(r.loss_mask, np.float64)
-        for r in responses
-    ]
+    masks = [response.mask for response in responses]
     if algo.kl_coef:
         kl = kl_of(to_samples(groups, np.zeros(rewards.shape), step))
         kl = [k * (m > 0) for k, m in zip(kl, masks, strict=True)]

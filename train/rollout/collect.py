@@ -250,7 +250,7 @@ def rollout_metrics(
         "rollout/tokens_per_gpu_per_sec": rate / devices,
         "rollout/longest_sample_tokens_per_sec": totals.longest / max(totals.seconds, 1e-9),
         "rollout/logprob_mean": float(
-            np.mean(np.concatenate([s.sampled(s.behaviour_logprobs) for s in samples]))
+            np.mean(np.concatenate([np.array(s.behaviour_logprobs)[s.mask > 0] for s in samples]))
         ),
     }
     if any(sample.turns for sample in samples):

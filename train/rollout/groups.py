@@ -222,10 +222,12 @@ class Response:
         """
         return self.logprobs if self.transformed_logprobs is None else self.transformed_logprobs
 
-    def sampled(self, values: Sequence[float]) -> np.ndarray:
-        """Those of values, one per token, that belong to tokens of the policy."""
-        mask = np.ones(len(values)) if self.loss_mask is None else np.array(self.loss_mask)
-        return np.asarray(values)[mask > 0]
+    @property
+    def mask(self) -> np.ndarray:
+        """[tokens]: 1 for each token that the policy sampled, else 0."""
+        return np.array(
+            [1] * len(self.token_ids) if self.loss_mask is None else self.loss_mask, float
+        )
 
     def staleness(self, step: int) -> np.ndarray:
         """[tokens]: number of weight updates between sampling and `step`'s own update."""
@@ -272,19 +274,14 @@ class Response:
         Whether it was appended before the end of the step depends on the clock.
         """
         self.turns = [turn for turn in self.turns if turn[1] <= len(self.token_ids)]
-        self.ending, self.begun = None, 0
-        if self.turns:
-            end = self.turns[-1][1]
-            cut = self.loss_mask is not None and not any(self.loss_mask[end:])
-            if cut:
-                for values in self._per_token():
-                    del values[end:]
-                self.origins = self.origins[:end]
-                self.num_carried = min(self.num_carried, end)
-                del self.old_logprobs[end:]
-                self.weight_versions = [run for run in self.weight_versions if run[0] < end]
-            following = self.loss_mask[end:] if self.loss_mask is not None else []
-            self.begun = end + (following.index(1) if 1 in following else 0)
+        end = self.turns[-1][1] if self.turns else 0
+        following = (self.loss_mask or [])[end:]
+        self.ending, self.begun = None, end + (following.index(1) if 1 in following else 0)
+        if self.turns and 1 not in following:
+            for values in (*self._per_token(), self.old_logprobs):
+                del values[end:]
+            self.origins, self.num_carried = self.origins[:end], min(self.num_carried, end)
+            self.weight_versions = [run for run in self.weight_versions if run[0] < end]
 
     def _per_token(self) -> list[list]:
         lists = self.token_ids, self.logprobs, self.transformed_logprobs, self.loss_mask
@@ -390,9 +387,7 @@ class Group:
 
 # Of the fields of a response those that JSON takes as they are, and those that are numbers per
 # token, with their type.
-_PLAIN = (
-    "weight_versions", "finish_reason", "origins", "reward", "failed", "parts", "turns", "begun",
-)  # fmt: skip
+_PLAIN = "weight_versions finish_reason origins reward failed parts turns begun".split()
 _ARRAYS = {
     "token_ids": "<i4",
     "logprobs": "<f4",

@@ -122,16 +122,12 @@ class StepRollout:
             if response.finish_reason is not None:
                 continue
             if response.turns and response.turns[-1][1] == len(response.token_ids):
-                if not self._turns.observe(response, self._room(index, place)):
+                if not self._turns.observe(response, self._jobs[index][place]):
                     self._turns.end(response, "length")
                     continue
             self._add(index, place)
         if group.is_complete:
             self._complete(group)
-
-    def _room(self, index: int, place: int) -> int:
-        job = self._jobs[index][place]
-        return job.limit - len(job.prompt)
 
     def _add(self, index: int, place: int) -> None:
         """Adds a sample to the engine, to begin or to go on."""
@@ -166,7 +162,7 @@ class StepRollout:
         for future in [future for future in self._asked if future.done()]:
             index, place = self._asked.pop(future)
             [answer] = future.result()
-            if self._turns.take(self.groups[index], place, answer, self._room(index, place)):
+            if self._turns.take(self.groups[index], place, answer, self._jobs[index][place]):
                 self._add(index, place)
             elif self.groups[index].is_complete:
                 self._complete(self.groups[index])

@@ -75,11 +75,8 @@ class Turns:
             messages += [{"role": "assistant", "content": text}, *answers]
         return messages
 
-    def take(self, group: Group, place: int, answer: Turn | Lost | Failed, room: int) -> bool:
-        """Takes the answer to a response.
-
-        Args:
-          room: the most tokens of the response.
+    def take(self, group: Group, place: int, answer: Turn | Lost | Failed, job: Job) -> bool:
+        """Takes the answer to a response, the sample of a job.
 
         Returns:
           whether it goes on; else it has ended, and has its reward.
@@ -103,7 +100,7 @@ class Turns:
             [response.begun, len(response.token_ids), answer.reward, answer.messages]
         )
         is_last = answer.done or reason == "length" or len(response.turns) >= self._most
-        if not is_last and self.observe(response, room):
+        if not is_last and self.observe(response, job):
             return True
         self.end(response, reason if is_last else "length")
         return False
@@ -114,13 +111,13 @@ class Turns:
         response.finish_reason = reason
         response.reward = float(sum(turn[2] for turn in response.turns))
 
-    def observe(self, response: Response, room: int) -> bool:
+    def observe(self, response: Response, job: Job) -> bool:
         """Appends what the environment said in the last turn; returns whether it fits."""
         ids = self._between(response.turns[-1][3])
         last = response.token_ids[-1:]
         if self._prompts.chat and last == ids[:1] and last[0] in self._ends:
             ids = ids[1:]  # the message has its end already
-        if len(response.token_ids) + len(ids) >= room:
+        if len(job.prompt) + len(response.token_ids) + len(ids) >= job.limit:
             return False
         response.observe(ids)
         return True
@@ -169,10 +166,9 @@ class Turns:
                 for future in [one for one in asked if one.done()]:
                     number = asked.pop(future)
                     (group, place), [answer] = places[number], future.result()
-                    job = jobs[number]
-                    if self.take(group, place, answer, job.limit - len(job.prompt)):
+                    if self.take(group, place, answer, jobs[number]):
                         before = before_of(group.responses[place])
-                        running[engine.add(job, before)] = number
+                        running[engine.add(jobs[number], before)] = number
                     else:
                         ended += 1
                 totals.seconds = time.perf_counter() - started
