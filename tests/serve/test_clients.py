@@ -28,8 +28,7 @@ DEFAULTS = {
 }  # fmt: skip
 # Values that ask for what is not implemented.
 MORE = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "best_of": 2,
-    "response_format": {"type": "json_object"}, "truncate_prompt_tokens": 5,
+    "best_of": 2, "response_format": {"type": "json_object"}, "truncate_prompt_tokens": 5,
 }  # fmt: skip
 
 
@@ -150,7 +149,7 @@ def test_tokens_of_messages_are_those_of_a_chat(server: Server):
 
 
 def test_tools_are_described_and_a_last_message_is_continued(server: Server):
-    tokenizer, tools = server.llm.tokenizer, MORE["tools"]
+    tokenizer, tools = server.llm.tokenizer, [{"type": "function", "function": {"name": "f"}}]
     told = {"tools": tools, "tool_choice": "none"}
     begun = {"continue_final_message": True, "add_generation_prompt": False}
     for asked, text in [(told, f"tool: f\nuser: {PROMPT}\n"), (begun, f"user: {PROMPT}")]:
