@@ -132,7 +132,7 @@ class Admin:
         """Stops all samples until `resume`; new ones wait."""
 
         def stop() -> None:
-            self._thread.paused = asked.mode
+            self._thread.pause(asked.mode)
             if asked.mode == "abort":
                 self._thread.abort_all()
             if asked.mode == "retract":
@@ -143,10 +143,7 @@ class Admin:
         return {"status": "ok", "message": "generation is paused"}
 
     async def resume(self) -> dict:
-        def start() -> None:
-            self._thread.paused = None
-
-        await self._thread.call(start)
+        await self._thread.call(self._thread.resume)
         return {"status": "ok", "message": "generation continues"}
 
     async def flush_cache(self) -> dict:

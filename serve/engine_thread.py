@@ -92,11 +92,13 @@ class Request:
       first: an update that was taken from the queue, and is to be handled before the others.
       open: number of samples that have not ended.
       arrived: time of arrival, on the clock of `time.perf_counter`.
+      waits_since: the same, later by the pauses since then.
       per_chunk: whether there is an update for every chunk, or only for each sample that ends.
     """
 
     def __init__(self, jobs: Sequence[Job], arrived: float, per_chunk: bool):
         self.jobs, self.arrived, self.per_chunk = jobs, arrived, per_chunk
+        self.waits_since = arrived
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
         self.first: Update | None = None
         self.open = len(jobs)
@@ -302,25 +304,34 @@ class EngineThread:
 
     def _expire(self) -> None:
         """Ends requests none of whose samples got a slot in the time that they may wait."""
-        oldest = next(iter(self._queued), None)
-        while oldest is not None and self.queue_seconds is not None:
-            waited = time.perf_counter() - oldest.arrived
-            # A sample that has a slot, or whose prompt is being read, waits no more.
-            begun = any(
-                sample.admitted or any(one.scheduler.holds(sample) for one in self._engines)
-                for sample in oldest.samples
-            )
-            if not begun and not oldest.aborted:
-                if waited < self.queue_seconds:
-                    return
-                for sample in oldest.samples:
-                    self._owners.pop(sample, None)
-                    self._engine.abort(sample)
-                message = f"it waited {waited:.0f} s for a slot, and this server's limit is "
-                error = QueuedTooLong(f"{message}{self.queue_seconds:g} s (limits.queue_seconds)")
-                self._deliver_soon([(oldest, Update(0, error=error))])
-            del self._queued[oldest]
-            oldest = next(iter(self._queued), None)
+        for request in list(self._queued):  # the oldest first
+            samples = request.samples
+            if request.aborted or any(sample.admitted for sample in samples):
+                del self._queued[request]
+                continue
+            waited = time.perf_counter() - request.waits_since
+            if self.queue_seconds is None or waited < self.queue_seconds:
+                return
+            if any(one.scheduler.holds(sample) for sample in samples for one in self._engines):
+                continue
+            for sample in samples:
+                self._owners.pop(sample, None)
+                self._engine.abort(sample)
+            message = f"it waited {waited:.0f} s for a slot, and this server's limit is "
+            error = QueuedTooLong(f"{message}{self.queue_seconds:g} s (limits.queue_seconds)")
+            self._deliver_soon([(request, Update(0, error=error))])
+            del self._queued[request]
+
+    def pause(self, mode: str) -> None:
+        """Stops all samples until `resume`; see `paused`."""
+        self.paused, self._paused_at = mode, time.perf_counter()
+
+    def resume(self) -> None:
+        """Lets samples go on; the pause does not count as waiting for a slot."""
+        if self.paused is not None:
+            for request in self._queued:
+                request.waits_since += time.perf_counter() - self._paused_at
+        self.paused = None
 
     def abort_all(self) -> None:
         """Ends all samples where they stand; their requests are answered with what there is."""

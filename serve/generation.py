@@ -122,9 +122,16 @@ class Generation:
         response = kind(self._cfg.name, self._texts)
         if body.stream:
             if self._thread.queue_seconds is not None:  # while the status can still say so
-                request.first = await request.updates.get()
-                if isinstance(request.first.error, QueuedTooLong):
-                    raise _waited(request.first.error)
+                try:
+                    async with self._watched(request, http):
+                        request.first = await request.updates.get()
+                except BaseException:
+                    self._thread.abort(request)
+                    raise
+                if isinstance(request.first.error, ClientGone):
+                    return Response(status_code=CLIENT_CLOSED_REQUEST)
+                if request.first.error is not None:
+                    raise _failed(request.first.error)
             events = self._events(parsed, request, response)
             return EventStream(events, lambda: self._thread.abort(request))
         return await self._complete(parsed, request, response, http)
@@ -362,6 +369,17 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse, http: HttpRequest
     ) -> Response:
         """The whole response, after all samples have ended or the client has gone."""
+        try:
+            async with self._watched(request, http):
+                return JSONResponse(await self._collect(parsed, request, response))
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            self._thread.abort(request)  # does nothing if all have ended
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, request: Request, http: HttpRequest) -> AsyncIterator[None]:
+        """Aborts the request if the client goes meanwhile."""
 
         async def watch() -> None:
             while (await http.receive())["type"] != "http.disconnect":
@@ -370,12 +388,9 @@ class Generation:
 
         watching = asyncio.ensure_future(watch())
         try:
-            return JSONResponse(await self._collect(parsed, request, response))
-        except ClientGone:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            yield
         finally:
             watching.cancel()
-            self._thread.abort(request)  # does nothing if all have ended
 
     def _choices(self, parsed: Parsed, response: CompletionResponse) -> list[Choice]:
         names, body = self._parsers(parsed.body), parsed.body
@@ -397,12 +412,10 @@ class Generation:
         bodies: list[dict] = [{}] * len(choices)
         written, cached = 0, {}
         async for update in _updates(request):
-            if isinstance(update.error, QueuedTooLong):
-                raise _waited(update.error)
-            if isinstance(update.error, EngineDead):
-                raise ApiError(500, str(update.error)) from update.error
-            if update.error is not None:
+            if isinstance(update.error, ClientGone):
                 raise update.error
+            if update.error is not None:
+                raise _failed(update.error) from update.error
             sample, choice = update.sample, choices[update.index]
             choice.origins += origins(update.news)
             if sample is None:
@@ -626,7 +639,9 @@ def refused() -> Iterator[None]:
         raise ApiError(400, str(error)) from error
 
 
-def _waited(error: QueuedTooLong) -> ApiError:
+def _failed(error: EngineDead | QueuedTooLong) -> ApiError:
+    if isinstance(error, EngineDead):
+        return ApiError(500, str(error))
     return ApiError(503, f"{error}; try again later", code="queue_timeout")
 
 

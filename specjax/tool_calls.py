@@ -190,6 +190,7 @@ class Channels(Text):
     """Messages of gpt-oss, each in a channel: header, `<|message|>`, text, `<|end|>`."""
 
     MARKER = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
+    KNOWN = re.compile(r"\b(assistant|analysis|commentary|final|json)\b|\bto=\S+")  # in headers
     LONGEST = len("<|constrain|>")
 
     def __init__(self):
@@ -228,11 +229,11 @@ class Channels(Text):
         name = re.search(r"\bto=(\S+)", self._header)
         return name and name[1].removeprefix("functions.")
 
-    def _close(self) -> Delta:
+    def _close(self, is_cut: bool = False) -> Delta:
         body, self._body = self._body, ""
         if self._part in ("channel", "constrain"):  # a header that no message follows
-            return Delta(self._header.strip())
-        if self._part != "message" or self._recipient is None:
+            return Delta(self.KNOWN.sub("", self._header).strip())
+        if self._part != "message" or self._recipient is None or (is_cut and not body.strip()):
             return Delta()
         call = _call({"name": self._recipient, "arguments": body.strip() or "{}"})
         return Delta(body) if call is None else Delta(calls=(call,))
@@ -240,7 +241,7 @@ class Channels(Text):
     def finish(self) -> Delta:
         rest, self._rest = self._rest, ""
         delta = self._take(rest)  # which completes a header before it closes
-        return delta + self._close()
+        return delta + self._close(is_cut=True)
 
 
 def _held(text: str, tag: str) -> tuple[str, str]:
@@ -265,11 +266,11 @@ def _call(value: Any) -> Call | None:
 
 
 def _named(name: str, arguments: Any) -> Call | None:
-    """A call; None where it has no name or object, or half a surrogate pair, which has no bytes."""
-    call = Call(name, json.dumps(arguments, ensure_ascii=False))
+    """A call; None where it has no name or object, or what JSON in UTF-8 cannot say."""
     try:
+        call = Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
         "".join(call).encode()
-    except UnicodeEncodeError:
+    except (ValueError, RecursionError):  # NaN, or half a surrogate pair
         return None
     return call if name and isinstance(arguments, dict) else None
 
@@ -308,7 +309,9 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind, branches = schema.get("type"), schema.get("anyOf") or schema.get("oneOf") or ()
-    kinds = {kind} if isinstance(kind, str) else {*map(str, kind or ())}
+    kinds = {
+        str(one) for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)
+    }
     return kinds.union(*map(_kinds, branches if isinstance(branches, list) else ()))
 
 

@@ -277,8 +277,8 @@ class Engine(BaseEngine):
         self.scheduler.forget_pages()
 
     def _weights_changed(self) -> None:
+        self.scheduler.forget_pages()
         if not self.scheduler.pool.used:
-            self.scheduler.forget_pages()
             self.runner.state = None  # it is allocated anew, and zeroed, when it is needed
         self.controller.weights_changed()
 

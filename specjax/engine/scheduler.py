@@ -125,8 +125,8 @@ class Scheduler:
         return sum(len(p.waiting) for p in self._prompts())
 
     def holds(self, sequence: Sample) -> bool:
-        """Whether a waiting sequence's prompt holds pages, to be read."""
-        return any(sequence in prompt.waiting for prompt in self._reading.values())
+        """Whether the prompt of a waiting sequence is being read."""
+        return any(not one.is_ready and sequence in one.waiting for one in self._reading.values())
 
     @property
     def has_waiting(self) -> bool:

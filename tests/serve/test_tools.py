@@ -54,7 +54,14 @@ READ = {
     "XML": ("qwen3_coder", None, XML.format(1), Delta("", "", (F,))),
     "an unknown key": ("llama3_json", None, '{"name": "Al"}', Delta('{"name": "Al"}')),
     "half a pair": ("hermes", None, call("f", x="\ud800"), Delta(call("f", x="\ud800"))),
-    "a header alone": ("openai", None, "<|channel|>final Yes", Delta("final Yes")),
+    "a header alone": ("openai", None, "<|channel|>final Yes", Delta("Yes")),
+    "a header that is cut off": ("openai", None, "<|channel|>analysis", Delta()),
+    "no number of JSON": (
+        "hermes",
+        None,
+        call("f", x=float("nan")),
+        Delta(call("f", x=float("nan"))),
+    ),
     "XML, another type": ("qwen3_coder", None, XML.format("y"), Delta("", "", (Y,))),
     "JSON alone": ("llama3_json", None, f"<|python_tag|>{TWICE}", Delta("", "", (F, F))),
     "channels": ("openai", None, CHANNELS, Delta("", "Hm.", (F,))),
@@ -108,7 +115,10 @@ def test_malformed_calls_stay_text_however_they_are_cut(
         assert whole.content == text
 
 
-@pytest.mark.parametrize("parameters", [{"properties": ["x"]}, {"properties": {"x": True}}, {}])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"properties": ["x"]}, {"properties": {"x": True}}, {"properties": {"x": {"type": 5}}}],
+)
 def test_odd_schemas_of_tools_leave_values_text(parameters):
     tools = [{"function": {"name": "f", "parameters": parameters}}]
     delta = parser_of("qwen3_coder", None, tools, "").push(XML.format(1))

@@ -143,14 +143,17 @@ def _result(value: Any, limit: float | None) -> Any:
         return value
 
     async def awaited():
-        return await value
+        try:
+            return await value
+        except SystemExit as error:  # which would end the event loop
+            raise RuntimeError(f"it ended the process: {error}") from error
 
     future = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
     try:
         return future.result(limit)
     except TimeoutError as error:
-        if future.done():  # the environment raised it
-            raise
+        if future.done():  # the environment raised it, or has just answered
+            return future.result()
         future.cancel()
         raise _LateError from error
 

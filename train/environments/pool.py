@@ -18,8 +18,6 @@ from train.rewards.calls import Failed
 from train.rewards.scoring import row_name
 from train.rewards.workers import Setup, Workers
 
-_DESCRIBED = 5  # failures that are logged
-
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +73,7 @@ class Environments:
     def failed(self, problem: Problem, failed: Failed) -> None:
         """Logs a failure, unless one like it was logged before."""
         text = f"environment {self.name!r} {failed.what} for {row_name(problem)}: {failed.more}"
-        if text not in self._described and len(self._described) < _DESCRIBED:
+        if text not in self._described and len(self._described) < 5:
             self._described.add(text)
             log.warning("%s; the sample ends there, and reward/failed counts it", text)
 
@@ -92,9 +90,7 @@ class Opened(Sequence):
 
     def __init__(self, problems: Sequence[Problem], environments: Environments, chat: bool):
         self._problems = problems
-        self._open = functools.lru_cache(1 << 12)(
-            lambda index: environments.opened(problems[index], chat)
-        )
+        self._open = functools.lru_cache(1 << 12)(lambda i: environments.opened(problems[i], chat))
 
     def __len__(self) -> int:
         return len(self._problems)
