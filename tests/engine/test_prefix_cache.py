@@ -31,8 +31,8 @@ def conversation(llm, turns=8, params=ANSWER) -> list:
 @pytest.mark.parametrize("spec", ["3_1_4", None])
 def test_a_conversation_computes_its_tokens_once_but_for_the_last_page(spec):
     llm, cold = llm_of(spec=spec), llm_of(spec=spec, engine=EngineConfig(page_size=PAGE))
-    turns = conversation(llm)
-    again = conversation(cold)
+    turns = conversation(llm, 10)
+    again = conversation(cold, 10)
     assert [s.token_ids for _, s in turns] == [s.token_ids for _, s in again]
     assert not any(sample.cached_tokens for _, sample in again)
     steps = 3 if spec else 0
