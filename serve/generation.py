@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -398,11 +398,12 @@ class Generation:
         ends = frozenset(self._llm.cfg.eos_token_ids if any(names) else ())
         choices = []
         for index, job in enumerate(parsed.jobs):
-            choices.append(Choice(parsed, index, response, self._tokenizer))
+            parser = None
             if isinstance(body, ChatRequest):
                 end = decode(self._tokenizer, job.prompt[-8:], skip_special_tokens=False)
                 parser = tool_calls.parser_of(*names, tools, end)
-                choices[-1].reads(parser, ends and ends | set(job.stop_ids))
+            hidden = ends and ends | set(job.stop_ids)
+            choices.append(Choice(parsed, index, response, self._tokenizer, parser, hidden))
         return choices
 
     async def _collect(
@@ -475,19 +476,32 @@ class Choice:
       index: number of the choice.
       response: writes OpenAI's shapes.
       tokenizer: tokenizer of the model; None: there is none.
+      parser: reads the text of a chat message; None: it is text alone.
+      ends: token ids that end a message, and are not part of its text.
 
     Attributes:
       origins: origin of each token of a choice that is written whole.
     """
 
-    def __init__(self, parsed: Parsed, index: int, response: CompletionResponse, tokenizer):
+    def __init__(
+        self,
+        parsed: Parsed,
+        index: int,
+        response: CompletionResponse,
+        tokenizer,
+        parser: tool_calls.Text | None = None,
+        ends: Collection[int] = (),
+    ):
         self._body, self._index, self._response = parsed.body, index, response
         job = parsed.jobs[index]
         self._prompt = job.prompt
         self._scores = None if parsed.scores is None else parsed.scores[job.request]
         self._decode, self._decode_prompt = None, lambda tokens: ""
         if tokenizer is not None:
-            self._decode = decoder_of(tokenizer, job.params)
+            text_of = decoder_of(tokenizer, job.params)
+            self._decode = text_of
+            if ends:
+                self._decode = lambda ids: text_of([token for token in ids if token not in ends])
             self._decode_prompt = functools.partial(decode, tokenizer, skip_special_tokens=False)
         self._echo = ""
         if parsed.body.echo:
@@ -496,19 +510,9 @@ class Choice:
         reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
         self._offsets = TextOffsets(self._decode if reports else None, len(self._echo))
         self._pieces = TextPieces(self._decode)
-        self._parser: tool_calls.Text | None = None
+        self._parser = parser
         self._calls = 0  # number of calls of tools so far
         self.origins: list[str] = []
-
-    def reads(self, parser: tool_calls.Text, ends: frozenset[int]) -> None:
-        """Lets a parser read the text, in which special tokens of the end do not occur.
-
-        Args:
-          ends: token ids that end a message.
-        """
-        self._parser, text_of = parser, self._decode
-        self._decode = lambda ids: text_of([token for token in ids if token not in ends])
-        self._pieces = TextPieces(self._decode)
 
     def _parsed(self, text: str, reason: str | None, ended: bool) -> tuple[Any, str | None]:
         """What the next piece of text means, and the reason why the choice ends."""

@@ -309,9 +309,7 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind, branches = schema.get("type"), schema.get("anyOf") or schema.get("oneOf") or ()
-    kinds = {
-        str(one) for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)
-    }
+    kinds = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
     return kinds.union(*map(_kinds, branches if isinstance(branches, list) else ()))
 
 

@@ -41,7 +41,7 @@ from specjax.engine.request import (
     make_jobs,
     require_valid,
 )
-from specjax.engine.runner import counts_of
+from specjax.engine.runner import counts_of, kept_states
 from specjax.engine.sequence import SampleStream
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import head_class, load_source, require_same_draft, settle_draft
@@ -199,9 +199,7 @@ class LLM:
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or cfg.max_position, cfg.max_position)
         given = engine.cache_bytes if engine else None
-        count = sum(counts_of(max_batch))
-        if engine and engine.enable_prefix_caching:
-            count += counts_of(max_batch)[0]
+        count = sum(counts_of(max_batch)) + kept_states(max_batch, engine or EngineConfig())
         slots = jax.eval_shape(lambda: empty_slots(cfg, count))
         self._page_budget = (
             page_budget(cfg, source, meshes[0], slots, engine.products if engine else AUTO)

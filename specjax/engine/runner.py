@@ -155,8 +155,8 @@ class Runner:
         self.table_width = max(pages_for(max_len, self.page_size) + past, read)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = counts_of(batch)
-        keeps = config.enable_prefix_caching and keeps_state(cfg)
-        self.state_rows = range(self.prompts, self.prompts + self.slots if keeps else self.prompts)
+        kept = kept_states(batch, config) if keeps_state(cfg) else 0
+        self.state_rows = range(self.prompts, self.prompts + kept)
         self.pages = self._count_pages(config.cache_bytes, most_page_bytes)
         self.weights = Weights(cfg, source, mesh, draft_ids(cfg, spec) if drafts else None)
         self.state: DecodeState | None = None
@@ -438,6 +438,11 @@ class Runner:
 def counts_of(batch: int) -> tuple[int, int]:
     """The numbers of slots and of rows for prompts, each with one that is always empty."""
     return batch + EXTRA_SLOTS + 1, max(batch, FEW) + 1
+
+
+def kept_states(batch: int, config: EngineConfig) -> int:
+    """The number of recurrent states that are kept for later prompts: one for each slot."""
+    return counts_of(batch)[0] if config.enable_prefix_caching else 0
 
 
 def piece_of(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +26,6 @@ from typing import Any, NamedTuple
 from train.registry import ENVIRONMENTS
 from train.rewards.calls import Failed, as_number, event_loop, raised, took_too_long
 from train.rewards.workers import Setup
-
-_MOST = 4096  # objects that a process keeps
 
 Messages = list[dict[str, Any]]
 
@@ -101,13 +100,13 @@ class EnvironmentCall:
                 messages = _checked(_result(environment.reset(dict(request.row)), limit))
                 return Turn(messages, tools=list(getattr(environment, "tools", ())))
             environment = self._at(key, request, limit)
-            if not hasattr(environment, "step"):
+            if isinstance(environment, Lost | Failed):
                 return environment
             answer = _result(environment.step([*request.prompt, *request.messages]), limit)
             turn = _turn(answer)
             if not turn.done:
                 self._open[key] = environment, len(request.messages) + len(turn.messages)
-                while len(self._open) > _MOST:
+                while len(self._open) > 4096:  # objects that a process keeps
                     self._open.popitem(last=False)
             return turn
         except _LateError:
@@ -159,12 +158,12 @@ def _result(value: Any, limit: float | None) -> Any:
 
 
 def _checked(messages: Any) -> Messages:
-    """Messages as lists and dicts.
+    """Messages as JSON has them, for checkpoints keep them.
 
     Raises:
-      TypeError: they are no messages.
+      TypeError: they are no messages, or hold what JSON cannot say.
     """
-    found = [dict(message) for message in messages]
+    found = json.loads(json.dumps([dict(message) for message in messages]))
     for message in found:
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise TypeError(f"expected messages with the texts role and content, got {message!r}")

@@ -176,9 +176,7 @@ class Response:
       transformed_logprobs: the engine's log-probability of each token after all transforms; None
         unless the run is trained with these.
       loss_mask: 1 for each token that the policy sampled, and 0 for tokens that a tool or an
-        environment wrote between two turns; None if the policy sampled all. Code that adds tokens
-        of the second kind to `token_ids` sets it, for all tokens so far; later tokens of the engine
-        are marked 1 here. No reward or task of this package sets it.
+        environment wrote between two turns, which `observe` adds; None if the policy sampled all.
       records: records of the model, see `SampleOutput.records`.
       origins: origin of each token, see `SampleOutput.origins`.
       advantage: mean advantage of its tokens; None until it is trained on.
