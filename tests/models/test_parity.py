@@ -640,7 +640,7 @@ def test_a_hybrids_head_computes_what_transformers_parts_do_and_survives_an_expo
     taps = (cfg.mtp_target_hidden,)
     read = jax.jit(lambda params: merged(cfg, params, "looped").prefill(tokens, lengths, taps))
     outputs = unrolled(cfg, ours, read(params).tapped[0], steps)
-    np.testing.assert_allclose(outputs, wanted, atol=1e-4)
+    np.testing.assert_allclose(outputs, wanted, rtol=1e-4, atol=1e-4)
 
     hf.save_checkpoint(tmp_path / "ours", cfg, params, ours)
     exported = hf.load_checkpoint(tmp_path / "ours")
