@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,8 +164,19 @@ def checksum(
         if not {getattr(entry, "key", None) for entry in path} & left_out
     ]
     exponents = tuple(name == "scales" and leaf.dtype == jnp.uint8 for name, leaf in leaves)
-    total, finite = fetch(_sums([leaf for _, leaf in leaves], dtype, exponents))
+    arrays = [leaf for _, leaf in leaves]
+    if all(map(_is_on_host, arrays)):  # where nothing need be compiled
+        total, finite = _sums(np, map(np.asarray, arrays), dtype, exponents)
+    else:
+        total, finite = fetch(_compiled_sums(arrays, dtype, exponents))
     return Checksum(int(total), bool(finite))
+
+
+def _is_on_host(leaf) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return jax.default_backend() == "cpu"
+    devices = leaf.sharding.device_set
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
 def require_same(
@@ -192,13 +203,21 @@ def require_equal(name: str, was: Checksum, now: Checksum) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _sums(leaves: list, dtype: str, exponents: tuple[bool, ...]):
-    """Sums leaves; `exponents` says which are the scales of MXFP4, where 255 is not finite."""
-    total, finite = jnp.uint32(0), jnp.bool_(True)
+def _sums(xp, leaves: Iterable, dtype: str, exponents: tuple[bool, ...]):
+    """Sums leaves by numpy or jax.numpy.
+
+    Args:
+      xp: the module.
+      exponents: which leaves are the scales of MXFP4, where 255 is not finite.
+    """
+    sums, finite = [xp.uint32(0)], [xp.bool_(True)]
     for leaf, is_exponent in zip(leaves, exponents, strict=True):
-        cast = leaf.astype(jnp.dtype(dtype))
-        bits = jax.lax.bitcast_convert_type(cast, _WORDS[cast.dtype.itemsize])
-        total += bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
-        finite &= (leaf < 255).all() if is_exponent else jnp.isfinite(cast).all()
-    return total, finite
+        cast = leaf.astype(jnp.dtype(dtype), copy=False)
+        sums.append(cast.view(_WORDS[cast.dtype.itemsize]).sum(dtype=xp.uint32))
+        finite.append(((leaf < 255) if is_exponent else xp.isfinite(cast)).all())
+    return xp.stack(sums).sum(dtype=xp.uint32), xp.stack(finite).all()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _compiled_sums(leaves: list, dtype: str, exponents: tuple[bool, ...]):
+    return _sums(jnp, leaves, dtype, exponents)
