@@ -22,12 +22,11 @@ endif
 STAMP := $(VENV)/.installed
 PLAN_STAMP := $(PLAN_VENV)/.installed
 BIN := $(VENV)/bin
-# Compiled programs are kept between runs; JAX_PLATFORMS is left alone so that a GPU is used.
-export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Large pages for malloc: on CPU a third of a training step went into page faults of fresh buffers.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# Tests keep compiled programs apart from the user's.
+test test-long test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 test test-long test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help

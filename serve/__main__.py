@@ -17,21 +17,25 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from tqdm import tqdm
 
 from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.command_line import ConfigError, parse_config
+from specjax.engine.base import BaseEngine
 from specjax.engine.programs import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.generation_config import describe_defaults
 
 log = logging.getLogger(__name__)
+POLL = 0.5  # seconds between two looks at the number of compiled programs
 KEYS = {"api_key": "SPECJAX_API_KEY", "admin_key": "SPECJAX_ADMIN_KEY"}
 
 
@@ -86,7 +90,8 @@ def serve(cfg: ServeConfig) -> None:
         raise ConfigError(f"{error}; install the server: pip install 'specjax[serve]'") from error
 
     _require_free(cfg)
-    app = create_app(cfg, _load(cfg))
+    llm = _load(cfg)
+    app = create_app(cfg, llm)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -109,6 +114,10 @@ def serve(cfg: ServeConfig) -> None:
     server.run()
     if not server.started:
         raise ConfigError(f"cannot listen on {cfg.host}:{cfg.port}")
+    if llm.engine.compiling:  # the interpreter would wait for the program that is being compiled
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _require_free(cfg: ServeConfig) -> None:
@@ -157,17 +166,37 @@ def _load(cfg: ServeConfig) -> LLM:
     requests = WARM_UP[cfg.engine.warm_up]
     if requests:
         log.info("compiling for %s", ", ".join(llm.engine.runner.plans))
-        progress = CompileProgress(log.info, silent=0)
-        llm.warm_up((*requests, llm.get_default_sampling_params()), progress)
-    if cfg.engine.warm_up == "all":
-        log.info("compiling for the logprobs of prompts")
-        PromptScorer(llm.engine, llm.max_len).warm_up()
+        requests = (*requests, llm.get_default_sampling_params())
+        llm.warm_up(requests, CompileProgress(log.info), background=True)
+        if cfg.engine.warm_up == "all":  # for the log-probabilities of prompts
+            behind = llm.engine.may_compile_behind
+            PromptScorer(llm.engine, llm.max_len).warm_up(background=behind)
+        log.info(
+            "ready for requests after %.1f s; %d further programs are compiled meanwhile",
+            time.perf_counter() - began, llm.engine.compiling,
+        )  # fmt: skip
+        threading.Thread(target=_show_progress, args=(llm.engine,), daemon=True).start()
     # Objects that live as long as the server need no examination by each garbage collection.
     gc.collect()
     gc.freeze()
     # With the default of 5 ms the engine's thread waits that long while the event loop is busy.
     sys.setswitchinterval(0.0001)
     return llm
+
+
+def _show_progress(engine: BaseEngine) -> None:
+    """Shows how many of the programs are ready that are compiled in the background."""
+    total = engine.compiling
+    bar = tqdm(total=total, desc="compiling", unit="program", leave=False, disable=None)
+    show = CompileProgress(log.info, silent=0) if bar.disable else None
+    done = -1
+    while done < total:
+        done = total - engine.compiling
+        bar.update(done - bar.n)
+        if show is not None and total:
+            show(done, total)
+        time.sleep(POLL)
+    bar.close()
 
 
 if __name__ == "__main__":

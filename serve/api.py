@@ -173,7 +173,9 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
 
     @app.get("/health")
     async def health():
-        body = {"status": thread.state, "alarms": list(metrics.snapshot.alarms)}
+        now = metrics.snapshot
+        programs = {"ready": now.compilations, "to_compile": now.compiling}
+        body = {"status": thread.state, "alarms": list(now.alarms), "programs": programs}
         if thread.failure is None:
             return body
         return JSONResponse({**body, "error": thread.failure}, 503)
@@ -201,6 +203,7 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
             "max_model_len": thread.llm.max_len,
             "settings": public(cfg),
             "strategies": list(plans),
+            "programs": {"ready": now.compilations, "to_compile": now.compiling},
             "weights": weights_info(thread.llm),
             "num_queued_reqs": now.waiting - sum(replica.waiting for replica in now.replicas),
             # One entry per replica, with SGLang's names.

@@ -73,12 +73,12 @@ class StepOutput(NamedTuple):
     """The output of one step of the engine.
 
     Attributes:
-      chunks: strategy, bucket and rounds of each chunk.
+      chunks: of each chunk the strategy, bucket, rounds, and whether its program stood in.
       news: samples with new tokens, and these tokens.
       ended: samples that ended, and their outputs.
     """
 
-    chunks: list[tuple[str, int, int]]
+    chunks: list[tuple[str, int, int, bool]]
     news: list[tuple[Sample, News]]
     ended: dict[Sample, SampleOutput]
 
@@ -148,6 +148,8 @@ class EngineThread:
         self._unsent: list[StepOutput] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
+        for engine in self._engines:
+            engine.runner.executables.on_compiled = lambda: self._calls.put((int, Future()))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
@@ -243,8 +245,8 @@ class EngineThread:
 
     # --- called by the engine --------------------------------------------------------------------
 
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        self._current.chunks.append((strategy, bucket, rounds))
+    def chunk(self, *facts) -> None:
+        self._current.chunks.append(facts)
 
     def news(self, sample: Sample, news: News) -> None:
         self._current.news.append((sample, news))
@@ -260,6 +262,8 @@ class EngineThread:
                 if has_nothing_to_run:
                     self._send()
                     if self.error is None:
+                        for engine in self._engines if self.paused is None else ():
+                            engine.measure_if_due()
                         self._take_snapshot()
                 self._run_calls(wait=has_nothing_to_run)
                 if self.error is None and self.paused is None and self._engine.has_work:
@@ -377,8 +381,8 @@ class EngineThread:
 
     def _updates(self, step: StepOutput) -> list[tuple[Request, Update]]:
         """Counts the output of a step, and sorts it by request."""
-        for strategy, bucket, rounds in step.chunks:
-            self.metrics.chunk(strategy, bucket, rounds)
+        for chunk in step.chunks:
+            self.metrics.chunk(*chunk)
         fresh: dict[Sample, list[News]] = {}
         for sample, news in step.news:
             known, end = self._sent.get(sample, news.at), news.at + len(news.tokens)
@@ -442,6 +446,7 @@ class EngineThread:
             prefix_queries=sum(scheduler.queried for scheduler in schedulers),
             prefix_hits=sum(scheduler.hits for scheduler in schedulers),
             compilations=sum(one.runner.compilations for one in several),
+            compiling=engine.compiling,
             version=engine.version,
             rejections=_rejections(engine.telemetry),
             replicas=tuple(

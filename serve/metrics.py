@@ -54,6 +54,7 @@ class Snapshot:
       prefix_queries: number of prompt tokens that were looked up in the prefix cache.
       prefix_hits: number of those that were found.
       compilations: number of compiled programs since the start.
+      compiling: number of programs that are still to be compiled in the background.
       version: version of the weights.
       rejections: rejected drafts since the start, by cause; empty without telemetry.
       replicas: the state of each replica.
@@ -69,6 +70,7 @@ class Snapshot:
     prefix_queries: int = 0
     prefix_hits: int = 0
     compilations: int = 0
+    compiling: int = 0
     version: int = 0
     rejections: dict[str, int] = dataclasses.field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
@@ -112,6 +114,8 @@ class Metrics(PrometheusCollector):
             return Histogram(f"specjax:{name}", text, buckets=SECONDS, registry=registry)
 
         self._chunks = counter("chunks", "Chunks that ran.", ("strategy", "bucket"))
+        stood = "Rounds that ran in another program, while the right one was compiled."
+        self._stand_in_rounds = counter("stand_in_rounds", stood)
         self._chunk_rounds = counter("rounds", "Rounds that ran.", ("strategy", "bucket"))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = counter("generation_tokens", "Tokens handed to clients.")
@@ -130,7 +134,8 @@ class Metrics(PrometheusCollector):
 
     # --- called in the engine's thread ------------------------------------------------------------
 
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
+    def chunk(self, strategy: str, bucket: int, rounds: int, stands_in: bool) -> None:
+        self._stand_in_rounds.inc(rounds * stands_in)
         self._chunks.labels(strategy, bucket).inc()
         self._chunk_rounds.labels(strategy, bucket).inc(rounds)
         self._last[bucket] = strategy
@@ -178,6 +183,7 @@ class Metrics(PrometheusCollector):
             ("kv_cache_pages", now.pages, "Cache pages."),
             ("kv_cache_usage_perc", now.pages_used / max(now.pages, 1), "Share of pages used."),
             ("weight_version", now.version, "Version of the weights, 1 at start."),
+            ("programs_to_compile", now.compiling, "Programs that are still to be compiled."),
             ("weight_alarms", len(now.alarms), "Sets of weights that are not finite."),
         ):
             yield GaugeMetricFamily(f"specjax:{name}", text, value)

@@ -23,11 +23,7 @@ WARM_UP = {
     "none": (),
     "sampled": (SamplingParams(),),
     "filters": (SamplingParams(), SamplingParams(top_p=0.9)),
-    "all": (
-        SamplingParams(),
-        SamplingParams(top_p=0.9),
-        SamplingParams(logprobs=1, presence_penalty=0.1),
-    ),
+    "all": (SamplingParams(), SamplingParams(logprobs=1, presence_penalty=0.1)),
 }
 
 

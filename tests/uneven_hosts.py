@@ -1,9 +1,11 @@
 """`python -m uneven_hosts`: `train.rl` in a process whose clock says other things than its peers'.
 
 By turns plain decoding takes long, or drafting does; in every second process it is the other way
-round. What the controllers choose is noted in `out`, one file per process.
+round, and compiling takes longer. Programs that are ready run in the place of others, unlike in
+other runs. What the controllers choose is noted in `out`, one file per process.
 """
 
+import dataclasses
 import json
 import sys
 import time
@@ -15,7 +17,9 @@ import jax
 from specjax.control.base import OFF, Controller
 from specjax.engine import start_up
 from specjax.engine.chunks import InFlight
+from specjax.engine.programs import Executables
 from train import rl
+from train.rollout_schema import RolloutSection
 
 TURN = 8  # chunks after which a process finds dear what was cheap
 
@@ -34,6 +38,16 @@ def main() -> None:
         choices.append(name)
         return name
 
+    build, configure = Executables._build, RolloutSection.engine_config
+
+    def slow(*arguments):
+        time.sleep(0.5 * jax.process_index())
+        return build(*arguments)
+
+    def standing_in(section):
+        return dataclasses.replace(configure(section), stand_in=True)
+
+    Executables._build, RolloutSection.engine_config = slow, standing_in
     InFlight.wait_for, Controller.select = uneven, noted
     start_up.time = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() * (1 + 9 * jax.process_index())

@@ -339,7 +339,7 @@ class HeadTrainer:
         roll = self.cfg.rollout
         # The engine packs the rounded weights again, to the same but for last bits of scales.
         products = (spec and self.cfg.eval.policy_products) or self.cfg.products
-        config = EngineConfig(attention=self.cfg.attention, products=products)
+        config = EngineConfig(attention=self.cfg.attention, products=products, stand_in=False)
         try:
             engine = Engine(
                 self.model.running(scan_layers=roll.scan_layers),

@@ -93,6 +93,8 @@ class RolloutSection(SamplingSection, Speculation, EngineConfig):
     tp: int = option(1, least=1)
     dtype: str = option(AUTO, choices=ENGINE_DTYPES)
     scan_layers: bool = False
+    # Log-probabilities enter the loss, and must not depend on when a program is compiled.
+    stand_in: bool = option(False, internal=True)
 
     def __post_init__(self):
         Sampling.__post_init__(self)

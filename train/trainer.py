@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from specjax.engine.programs import OnProgram
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.hub import portable
+from specjax.interfaces import Denominators
 from specjax.models.transformer import Params, record_form
 from specjax.parallel import distributed, sharding
 from specjax.settings import fingerprint, named_in
@@ -38,7 +41,7 @@ from specjax.weights import load_tokenizer
 from train.data import rows
 from train.data.checks import held_out, read_inputs
 from train.heads.files import require_same_head, starting_head
-from train.heads.training import DraftTrainer, draft_metrics
+from train.heads.training import FIELDS, DraftTrainer, draft_metrics, frozen_policy_parts
 from train.loss.flops import UpdateSpeed
 from train.loss.packing import (
     PackedBatch,
@@ -105,6 +108,7 @@ class Trainer:
         self.on_program: OnProgram | None = None
         self._work = "rollout"
         self._start_up: StartUp | None = None
+        self._update: Future | None = None  # of the update that a thread compiles
         self.last_rollout: list[Group] = []
         self.last_evaluation: dict[str | None, list[Group]] = {}
         self._read_inputs()
@@ -251,14 +255,14 @@ class Trainer:
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def _compiling_line(self) -> str:
-        """Writes the line before `warm_up`, which may take minutes."""
+        """Writes the line before `warm_up`."""
         engines = [*self.engines, *self._plain_engines]
         count = sum(engine.programs().count(self._features) for engine in engines)
         several = len(self._any_engine.runner.programs) > 1
         fewer = ", fewer in rollout.control.strategies" if several else ""
         return (
-            f"rollouts: compiling {count} programs, which may take minutes; to compile less: "
-            f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
+            f"rollouts: compiling {count} programs, most of them while samples are generated; to "
+            f"compile less: rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
         )
 
     @property
@@ -267,13 +271,13 @@ class Trainer:
         return (chunk_features(self.cfg, self.model),)
 
     def warm_up(self) -> StartUp:
-        """Compiles the programs of rollouts and evaluation, before the first timed step.
+        """Compiles programs with which a rollout begins, and has the others compiled meanwhile.
 
         A further call compiles nothing, and returns the same.
         """
         if self._start_up is not None:
             return self._start_up
-        self._start_up = self.engine.warm_up(self._features, self.on_program)
+        self._start_up = self.engine.warm_up(self._features, self.on_program, background=True)
         self.engine.release(weights=False)
         if self.exact is not None:
             self.exact.warm_up(self.params, self._features, self.on_program)
@@ -288,7 +292,28 @@ class Trainer:
         if self.spot is not None:
             states = [self.policy.states_shape(count, length) for count in self.row_sizes]
             self.spot.warm_up(self.head, self.draft_opt, self.params, states)
+        if not distributed.is_several():
+            self._compile_updates()
         return self._start_up
+
+    def _compile_updates(self) -> None:
+        """Has a thread compile the updates of policy and head while samples are generated.
+
+        jax then finds the programs when the functions are called.
+        """
+        cfg, policy, head = self.cfg, self.policy, None
+        batch = empty_batch(max(self.row_sizes), cfg.packing.row_length, record_form(self.model))
+        scores = scores_to_add(cfg) + ["ref_logprobs"] * bool(cfg.algo.kl_loss_coef)
+        batch |= {name: batch["old_logprobs"] for name in scores}
+        if self.draft is not None and self.spot is None:
+            head = self.head, self.draft_opt, frozen_policy_parts(self.params)
+        inputs = self.params, self.opt_state, policy.place(batch), head
+        inputs = sharding.without_data(inputs, self.mesh)
+        states = policy.states_shape(*batch["tokens"].shape)
+        programs = policy.programs | (self.draft.programs if head else {})
+        compiler = self._any_engine.runner.executables.background
+        compile_update = functools.partial(_compile_update, programs, states, *inputs)
+        self._update = compiler.submit(compile_update)
 
     def _warm_up_evaluation(self) -> None:
         """Compiles the programs of evaluation that rollouts do not have."""
@@ -298,7 +323,11 @@ class Trainer:
                 engine.warm_rows = engine.batch
             return
         self._give_evaluation()
-        self.eval_engine.warm_up((features,), self.on_program)
+        programs = [engine.programs() for engine in self.eval_engine.engines]
+        if self.eval_engine.may_compile_behind:
+            self.eval_engine.compile_behind(programs, (features,))
+        else:
+            self.eval_engine.warm_up((features,), self.on_program)
         self.eval_engine.release()
 
     def _give_evaluation(self) -> None:
@@ -434,6 +463,10 @@ class Trainer:
             metrics |= self._replay_difference(updates[0][0])
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         jax.block_until_ready(updates)
+        if self._update is not None:  # or this thread would compile the same
+            self._any_engine.runner.executables.background.run(self._update)
+            wait([self._update])
+            self._update = None
         for_head, states_of_head, total, started = [], [], {}, time.perf_counter()
         most = max(len(batch["tokens"]) for batches in updates for batch in batches)
         for batches, counts in zip(updates, denominators, strict=True):
@@ -610,3 +643,15 @@ class Trainer:
         for replica, engine in enumerate(self.engines, first):  # there may be more replicas now
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])
         self.warm_up()
+
+
+def _compile_update(programs: Mapping, states, params, opt_state, batch, head) -> None:
+    gradients = jax.tree.map(lambda p: p.update(dtype=np.dtype(np.float32)), params)
+    counts = Denominators(np.float32(1), np.float32(1))
+    programs["zeros"].lower(params).compile()
+    programs["accumulate"].lower(params, gradients, batch, counts).compile()
+    programs["apply"].lower(params, opt_state, gradients).compile()
+    if head is not None:
+        states = states.update(sharding=batch["tokens"].sharding)
+        rows = {name: batch[name] for name in FIELDS}
+        programs["update"].lower(*head, rows, states).compile()

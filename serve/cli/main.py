@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   specjax serve --model DIR speculation.control.controller=goodput
   specjax convert runs/sums exported/
 
-JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
+JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR where programs are kept."""
 BROKEN_PIPE = 141
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing
 

@@ -40,6 +40,7 @@ from specjax.interfaces import Draft
 from specjax.models.rows import fixed_dtypes, param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
+from specjax.program_cache import keep_programs
 from specjax.registry import DRAFTS
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.matrix import PLAIN, Products
@@ -397,6 +398,7 @@ def load_model(
     Raises:
       CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or has no config.
     """
+    keep_programs()
     path = Path(path)
     if load_format == AUTO:
         _require_checkpoint(path)

@@ -8,6 +8,8 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 
+import jax
+
 from specjax.config import SpecConfig
 from specjax.control import slower_than_plain
 from specjax.decode.options import Features
@@ -15,7 +17,7 @@ from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Sample
-from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import Programs, StartUp, compile_ahead, compile_behind
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
 
@@ -59,6 +61,7 @@ class BaseEngine:
         self,
         features: Sequence[Features] = (Features(),),
         on_program: OnProgram | None = None,
+        background: bool = False,
     ) -> StartUp:
         """Compiles the programs of generation, and measures them if the controller needs costs.
 
@@ -70,6 +73,10 @@ class BaseEngine:
             slower. A request that no set covers has its programs compiled when it comes.
           on_program: function called with the number of programs that are ready and the number of
             all, see `compile_ahead`.
+          background: whether to return as soon as samples can be generated, by few programs that
+            serve all of them. Threads compile the others, those first that samples ask for, and
+            they are measured when nothing runs, or when enough has run. Without
+            `may_compile_behind` all are compiled first.
 
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
@@ -79,29 +86,43 @@ class BaseEngine:
         for engine in self.engines:
             if engine.scheduler.positions:
                 raise RuntimeError("warm_up would overwrite the caches of samples that run")
-        programs = [engine.programs() for engine in self.engines]
-        return self._prepare(programs, features, on_program)
-
-    def _prepare(
-        self,
-        programs: Sequence[Programs],
-        features: Sequence[Features],
-        on_program: OnProgram | None = None,
-    ) -> StartUp:
-        """Does what `warm_up` does, for some programs of each engine; no samples run."""
-        start_up, measuring = compile_ahead(programs, features, on_program), 0.0
-        for engine, needed in zip(self.engines, programs, strict=True):
-            engine.warm_rows = max(needed.strategies)
-            if engine.control is not None and engine.control.controller == "goodput":
-                costs, seconds = calibrate(needed, features[0])
-                engine.controller.calibrated(costs)
-                measuring += seconds
-        for engine in self.engines:
-            engine.runner.agreement.settle()
-            engine.reset()
+        programs, measuring = [engine.programs() for engine in self.engines], 0.0
+        features = sorted(features, key=lambda wanted: wanted.size)
+        if background and self.may_compile_behind:
+            first = [engine.first_programs() for engine in self.engines]
+            start_up = compile_ahead(first, features[-1:], on_program, run=False)
+            self.compile_behind(programs, features)
+        else:
+            start_up = compile_ahead(programs, features, on_program)
+            for engine, needed in zip(self.engines, programs, strict=True):
+                measuring += engine.measure(needed, features[0])
         start_up = dataclasses.replace(start_up, calibration_seconds=measuring)
         log.info("%s", start_up)
         return start_up
+
+    def compile_behind(self, programs: Sequence[Programs], features: Sequence[Features]) -> None:
+        """Has threads compile programs of each engine, measured once they are ready if need be."""
+        compile_behind(programs, features)
+        for engine, needed in zip(self.engines, programs, strict=True):
+            if engine.measures:
+                engine.to_measure = needed, features[0]
+            else:
+                engine.warm_rows = max(needed.strategies)
+
+    @property
+    def may_compile_behind(self) -> bool:
+        """Whether threads may compile while samples run.
+
+        They may not where chunks are CUDA graphs, which are compared before, and where XLA's
+        autotuner waits for the other processes of a job, which must compile in the same order.
+        """
+        is_gpu = self.runner.executables.graphs.line is not None
+        return not (self.runner.executables.graphs.wanted or (is_gpu and jax.process_count() > 1))
+
+    @property
+    def compiling(self) -> int:
+        """The number of programs that threads are still to compile."""
+        return sum(len(engine.runner.executables.pending) for engine in self.engines)
 
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Takes new weights; compiles nothing after the first time.

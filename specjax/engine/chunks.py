@@ -14,6 +14,8 @@ import itertools
 import operator
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -25,6 +27,14 @@ from specjax.engine.sequence import Sample, Unfinished
 
 IN_FLIGHT = 2  # the largest number of chunks that are enqueued at once
 REFILL_SHARE = 6  # while sequences wait, a chunk ends when 1 of this many rows would be free
+
+
+class Choice(NamedTuple):
+    """The program of a chunk: its strategy, the features that it serves, and its rows."""
+
+    strategy: str
+    features: Features
+    bucket: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,6 +50,8 @@ class Chunk:
       ends: the conditions under which it ends.
       rounds: the most rounds that it runs.
       max_tokens: the most tokens that it can emit for one sample.
+      stands_for: the program that is not ready, in whose place this one runs; None: it runs its
+        own.
 
       result: its result, on the device.
       version: version of the weights that it runs with.
@@ -61,6 +73,7 @@ class Chunk:
     ends: Until
     rounds: int
     max_tokens: int
+    stands_for: Choice | None = None
 
     result: Result | None = None
     version: int = 0
@@ -100,6 +113,7 @@ def next_chunk(
     controller: Controller,
     unfinished: Unfinished,
     others_wait: bool,
+    waits: Callable[[], bool],
 ) -> Chunk:
     """The next chunk of sequences that may run, at least one, in the order of their starts.
 
@@ -111,6 +125,7 @@ def next_chunk(
         were reserved.
       buckets: compiled batch sizes.
       others_wait: whether further sequences, not among `sequences`, wait for a row.
+      waits: function that returns whether the chunk waits for its own program, see `must_wait`.
     """
     # The host finds stop strings, so chunks of samples that have some are short.
     short = any(s.job.stop for s in sequences)
@@ -122,17 +137,27 @@ def next_chunk(
         context = sum(sequence.length for sequence in sequences)
         strategy = controller.select(len(sequences), context)
         hint = controller.rounds_hint
-    features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
+    asked = choose_program(runner, buckets, unfinished, strategy, sequences)
+    choice, failed = asked, None
+    if not runner.is_ready(*asked) and not waits():
+        choice = stand_in(runner, asked, sequences)
+    while choice == asked != failed and not runner.executables.wait_for(runner.chunk_key(*asked)):
+        failed = asked  # the next one that is known takes its place
+        choice = asked = choose_program(runner, buckets, unfinished, strategy, sequences)
+    strategy, features, bucket = choice
+    hint = hint if strategy == asked.strategy else None
     rounds = min(runner.rounds(strategy, length), runner.rounds(strategy, bucket))
     waiting = waiting_for_rows(waiting, sequences, features)
     if hint is not None:  # a probe has all its rounds, whichever samples end meanwhile
         rounds = min(hint, rounds)
         ends = Until.of(rounds)
     else:
-        smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
+        others = runner.buckets(strategy, features, soon=choice == asked)
+        smaller = (b for b in others if b < bucket)
         ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
     tokens = rounds * (runner.plans[strategy].steps + 1)
-    return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens)
+    standing = None if choice == asked else asked
+    return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens, standing)
 
 
 def choose_program(
@@ -141,26 +166,70 @@ def choose_program(
     unfinished: Unfinished,
     strategy: str,
     sequences: list[Sample],
-) -> tuple[Features, int]:
-    """The features and the bucket of the program of a chunk, chosen so that little is compiled.
+) -> Choice:
+    """The own program of a chunk, whether it is compiled or not, chosen so that little is compiled.
 
-    A chunk takes the cheapest compiled program that covers its samples. Where no program covers all
-    unfinished samples, the next wider of a few fixed sets of features is compiled, for as many
-    slots as will be needed. In `invariant` mode all chunks run one program until no sample is left,
-    because equal inputs are certain to give equal bits only within one program.
+    A chunk takes the cheapest program that covers its samples, of those that are compiled or being
+    compiled. Where none covers all unfinished samples, it is the next wider of a few fixed sets of
+    features, for as many slots as will be needed. In `invariant` mode all chunks run one program
+    until no sample is left, because equal inputs are certain to give equal bits only within one
+    program.
 
     Args:
       buckets: compiled batch sizes, ascending.
       sequences: sequences that the chunk runs.
     """
-    if runner.plan.invariant:
-        return unfinished.seen.widened(), runner.batch
     wanted = unfinished.features
-    if not any(b >= len(sequences) for b in runner.buckets(strategy, wanted)):
+    if runner.plan.invariant:
+        bucket, here = runner.batch, unfinished.seen.widened()
+    elif not any(b >= len(sequences) for b in runner.buckets(strategy, wanted, soon=True)):
         most = min(runner.batch, len(unfinished))
-        return wanted.widened(), next(b for b in buckets if b >= most)
-    here = functools.reduce(operator.or_, {sample.features for sample in sequences})
-    return here, min(b for b in runner.buckets(strategy, here) if b >= len(sequences))
+        return Choice(strategy, wanted.widened(), next(b for b in buckets if b >= most))
+    else:
+        here = features_of(sequences)
+        bucket = smallest(runner.buckets(strategy, here, soon=True), sequences)
+    return Choice(strategy, runner.covering(strategy, bucket, here, soon=True), bucket)
+
+
+def features_of(sequences: list[Sample]) -> Features:
+    return functools.reduce(operator.or_, {sample.features for sample in sequences})
+
+
+def smallest(buckets: list[int], sequences: list[Sample]) -> int:
+    return min(bucket for bucket in buckets if bucket >= len(sequences))
+
+
+def must_wait(runner: Runner, unfinished: Unfinished, replicas: int) -> bool:
+    """Whether chunks and prompts wait for their own programs, though another could stand in.
+
+    Which program is ready follows the clock, and another one may round otherwise. In `invariant`
+    mode all chunks run one program. Where nothing else follows the clock, as with one strategy on
+    one replica, log-probabilities are repeatable, and in less than float32 the tokens of a seed.
+    (With a prefix cache their bits also depend on who read the beginning of a prompt.)
+    """
+    if runner.plan.invariant or not runner.config.stand_in:
+        return True
+    return len(runner.plans) == replicas == 1 and any(
+        sample.job.is_repeatable(runner.cfg.run.compute_dtype) for sample in unfinished
+    )
+
+
+def stand_in(runner: Runner, asked: Choice, sequences: list[Sample]) -> Choice:
+    """The program that is ready and nearest to the one that is asked for.
+
+    It is one of more rows, or else of another strategy, with the number of steps that is nearest,
+    where tokens do not depend on the strategy. If there is none, it is the one that is asked for.
+    """
+    plans, here = runner.plans, features_of(sequences)
+    names = [asked.strategy]
+    if not runner.longest.needs_q:  # else tokens depend on the strategy
+        names = sorted(plans, key=lambda name: abs(plans[name].steps - plans[asked.strategy].steps))
+        names = sorted(names, key=lambda name: name != asked.strategy)
+    for name in names:
+        if any(b >= len(sequences) for b in runner.buckets(name, here)):
+            bucket = smallest(runner.buckets(name, here), sequences)
+            return Choice(name, runner.covering(name, bucket, here), bucket)
+    return asked
 
 
 def waiting_for_rows(

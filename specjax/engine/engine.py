@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,25 +32,44 @@ from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
 from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
+from specjax.decode.options import Features
 from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
 from specjax.engine import settings
 from specjax.engine.base import BaseEngine
-from specjax.engine.chunks import Chunk, InFlight, choose_program, next_chunk
+from specjax.engine.chunks import Chunk, InFlight, choose_program, must_wait, next_chunk
 from specjax.engine.pages import PagePool, StateRows
 from specjax.engine.request import Limits, SampleOutput
-from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
+from specjax.engine.runner import (
+    FEW,
+    Runner,
+    admission_of,
+    piece_of,
+    place_size,
+    place_sizes,
+    row_map_of,
+)
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
 from specjax.engine.sequence import Finished, Sample, Unfinished, listed
 from specjax.engine.settings import EngineConfig
-from specjax.engine.start_up import Programs, compile_ahead
+from specjax.engine.start_up import (
+    Programs,
+    calibrate,
+    compile_ahead,
+    compile_behind,
+    run_once,
+)
+from specjax.error_text import first_line
 from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 from specjax.weights.matrix import is_exact
 
+log = logging.getLogger(__name__)
+
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
+FIRST_WIDTH = 64  # positions of the pieces of prompts that can be read first
 # Bounds of the time that a program takes, in units of the time to compile the plain program that
 # takes longest: to run it once and measure it, and to compile it. On two busy cores, compiling
 # and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
@@ -80,8 +101,8 @@ class Engine(BaseEngine):
       piece_widths: lengths that pieces of prompts are padded to, ascending.
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
       watcher: object whose methods are called with the results of each chunk, and must return
-        quickly; None: there is none. `chunk(strategy, bucket, rounds)` is called after a result was
-        read, `news(sample, news)` for each sample that got tokens.
+        quickly; None: there is none. `chunk(strategy, bucket, rounds, stands_in)` is called after a
+        result was read, `news(sample, news)` for each sample that got tokens.
       lengths: lengths of earlier samples, by prompt.
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
@@ -89,6 +110,7 @@ class Engine(BaseEngine):
       replicas: number of replicas, which compile one after the other.
       warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
         not compiled and measured yet.
+      to_measure: programs that are to be measured with a set of features once they are compiled.
       preemptions: number of samples that were preempted for lack of pages so far.
     """
 
@@ -131,6 +153,9 @@ class Engine(BaseEngine):
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
         self.warm_rows = batch if len(runner.plans) == 1 else 0
+        self.to_measure: tuple[Programs, Features] | None = None
+        # Threads hold the runner, and with it the weights, while programs wait for them.
+        weakref.finalize(self, runner.executables.background.cancel)
         self._plain_seconds = 0.0  # duration of plain chunks since programs were compiled last
 
     @property
@@ -196,7 +221,19 @@ class Engine(BaseEngine):
                 name for name in self.runner.plans if self.controller.may_choose(name, smallest)
             ]
             smallest = bucket + 1
-        return Programs(self.runner, rows, strategies)
+        return Programs(self.runner, rows, strategies, place_sizes(self.batch))
+
+    def first_programs(self) -> Programs:
+        """Programs by which all samples can be generated, if only slowly: one of each kind.
+
+        Where others may stand in, pieces of prompts are short and read one by one.
+        """
+        widths, strategy = self.piece_widths, self._controller_for(self.batch).active
+        if self.runner.plan.invariant or not self.config.stand_in:
+            rows = {widths[-1]: [self._piece_rows(widths[-1])]}
+        else:
+            rows = {next((w for w in widths if w >= FIRST_WIDTH), widths[-1]): [1]}
+        return Programs(self.runner, rows, {self.batch: [strategy]}, [place_size(self.batch, FEW)])
 
     def share_programs(self, other: Engine) -> bool:
         """Takes the compiled programs of another engine with the same draft source.
@@ -381,8 +418,8 @@ class Engine(BaseEngine):
         if runner.weights.policy is None:
             raise RuntimeError("there are no weights; call set_params() before step()")
         self._warm_up_if_due()
-        if executables.graphs.wanted and not executables.is_checked and self.unfinished:
-            self._check_graphs()
+        if self.unfinished and not executables.by_key and not executables.pending:
+            self._compile_first()
         if runner.state is None:
             runner.reset()
         if self._to_feed:
@@ -415,57 +452,138 @@ class Engine(BaseEngine):
         return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
-        """Compiles and measures all strategies, unless the work may be too short for that.
+        """Has all strategies compiled and measured, unless the work may be too short for that.
 
         Where plain decoding is a choice of the controller, samples are decoded plainly until their
         chunks took as long as compiling and measuring will take at most, for batches as large as
-        the present one. Samples that run are then read again. The same holds when larger batches
-        come.
+        the present one. The same holds when larger batches come.
         """
         rows = min(self.batch, max(len(self.unfinished), 1))
-        if rows <= self.warm_rows:
+        self.measure_if_due()
+        if rows <= self.warm_rows or self.to_measure is not None:
             return
         features = self.unfinished.features.widened()
         if not self._starts_plain:
             self.warm_up([features])
             return
-        programs, plain = self.programs(), self.runner.strategies[OFF].name
-        timed = self.runner.executables.seconds.items()
-        seconds = [s for key, s in timed if key[0] != "chunk" or key[1] == plain]
+        programs, seconds = self.programs(), self._plain_compiling()
         if not seconds or not self.unfinished:
             return
         largest = next(bucket for bucket in self.buckets if bucket >= rows)
         strategies = {b: names for b, names in programs.strategies.items() if b <= largest}
         programs = dataclasses.replace(programs, rows={}, strategies=strategies)
+        programs = dataclasses.replace(programs, places=programs.compiled(features).places[:1])
         units = MEASURING_COST * sum(map(len, strategies.values())) + sum(
             PLAIN_COST if name == OFF else DRAFTING_COST
             for name, bucket in programs.chunks
             if bucket not in self.runner.buckets(name, features)
         )
-        if self._plain_seconds < max(seconds) * units * self.replicas:
+        if self._plain_seconds < seconds * units * self.replicas:
             return
+        if not self.may_compile_behind:
+            self._preempt_everything()
+            compile_ahead([programs], [features])
+            self.measure(programs, features)
+        else:
+            self.compile_behind([programs], [features])
+        self._plain_seconds = 0.0
+
+    def _plain_compiling(self) -> float:
+        """The most seconds that compiling a program of plain decoding took; 0: there is none."""
+        plain = self.runner.strategies[OFF].name
+        timed = list(self.runner.executables.seconds.items())  # threads add to it
+        return max([s for k, s in timed if k[0] != "chunk" or k[1] == plain], default=0.0)
+
+    def measure_if_due(self) -> None:
+        """Measures what `compile_behind` had compiled, once nothing runs or enough has run.
+
+        Samples that run are then read again.
+        """
+        runner = self.runner
+        runner.take_compiled()
+        if self.to_measure is None or runner.executables.pending or runner.weights.policy is None:
+            return
+        programs, features = self.to_measure
+        count = sum(map(len, programs.strategies.values()))
+        # Clocks of several hosts differ, and without plain decoding all wait for the controller.
+        if self.unfinished and not runner.agreement.is_shared and OFF in runner.plans:
+            if self._plain_seconds < self._plain_compiling() * MEASURING_COST * count:
+                return
+        self._preempt_everything()
+        runner.reset()
+        try:
+            run_once(programs.compiled(features), [features])
+            seconds = self.measure(programs.compiled(features), features)
+            log.info("measured %d programs in %.1f s", count, seconds)
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("strategies could not be measured: %s", first_line(error))
+            self.to_measure = None
+            self.reset()
+        self.warm_rows, self._plain_seconds = max(programs.strategies), 0.0
+
+    def _preempt_everything(self) -> None:
+        """Puts all samples back into the queue, and drops what was read."""
         self.drain()
-        if self.unfinished:
-            self._preempt_all()
-            self.scheduler.forget_prompts()
-            self._prepare([programs], [features])
-            self._plain_seconds = 0.0
+        self._preempt_all()
+        self.scheduler.forget_prompts()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the controller needs the costs of strategies."""
+        return self.control is not None and self.control.controller == "goodput"
+
+    def measure(self, programs: Programs, features: Features) -> float:
+        """Gives the controller the costs of programs, if it needs them; no samples run.
+
+        Returns:
+          the seconds that measuring took.
+        """
+        self.to_measure, seconds = None, 0.0
+        self.warm_rows = max(programs.strategies)
+        if self.measures:
+            costs, seconds = calibrate(programs, features)
+            self.controller.calibrated(costs)
+        self.runner.agreement.settle()
+        self.reset()
+        return seconds
 
     def _controller_for(self, rows: int) -> Controller:
         """The controller of chunks of so many rows."""
-        return self.controller if rows <= self.warm_rows else self._plain
+        waits = rows > self.warm_rows and OFF in self.runner.plans
+        return self._plain if waits else self.controller
 
-    def _check_graphs(self) -> None:
-        """Compiles the program of the first chunk, and checks CUDA graphs by it.
+    def _compile_first(self) -> None:
+        """Compiles the programs of the first prompts and the first chunk, side by side.
 
-        It is called before the first chunk of an engine that was not warmed up, while nothing is in
-        the caches.
+        It is called before the first step of an engine that was not warmed up, while nothing is in
+        the caches. CUDA graphs are checked by the chunk's program.
         """
         runner, first = self.runner, list(self.unfinished)[: self.batch]
-        strategy = next(iter(runner.plans)) if self.warm_rows else OFF
-        features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
-        compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
-        self.reset()
+        strategy = self._controller_for(min(len(first), self.batch)).active
+        chunk = choose_program(runner, self.buckets, self.unfinished, strategy, first)
+        width = self._padded(len(first[0].job.prompt) - 1)
+        rows = {width: [self._piece_rows(width)]}
+        places = [place_size(self.batch, min(len(first), self._piece_rows(width)))]
+        programs = Programs(runner, rows, {chunk.bucket: [strategy]}, places)
+        compares = runner.executables.graphs.wanted
+        compile_ahead([programs], [chunk.features], run=False)
+        if compares:
+            self.reset()
+
+    def _ask_for(self, key: tuple, programs: Programs, features: Sequence[Features] = ()) -> None:
+        """Has a program compiled next, in whose place another one runs.
+
+        Args:
+          key: its key.
+          programs: it alone, for `features` if it runs chunks.
+        """
+        store = self.runner.executables
+        if key in store.failed:
+            return
+        if key not in store.pending:
+            compile_behind([programs], features)
+        if not store.in_order:
+            store.background.ask(store.pending[key])
 
     @property
     def _rows_are_taken_over(self) -> bool:
@@ -543,7 +661,7 @@ class Engine(BaseEngine):
         Returns:
           the number of tokens read, padding included; 0: there is no prompt to read.
         """
-        prompts = self.scheduler.next_to_read(self._piece_rows, self._piece_width)
+        prompts = self.scheduler.next_to_read(self._ready_rows, self._piece_width)
         if not prompts:
             return 0
         runner, width = self.runner, self._piece_width(prompts[0])
@@ -551,8 +669,10 @@ class Engine(BaseEngine):
         # mode, where one program reads all prompts, it is that of the most rows.
         rows = self._piece_rows(width)
         if not runner.plan.invariant:
-            compiled = runner.executables.rows(width + runner.tail)
+            compiled = runner.executables.rows(width + runner.tail, soon=self._waits)
             rows = min((count for count in compiled if count >= len(prompts)), default=rows)
+            if not runner.executables.wait_for(("prefill", (rows, width + runner.tail))):
+                rows = compiled[-1]
         counts = [min(width, prompt.left) for prompt in prompts]
         keep = list(map(self.scheduler.row_to_keep, prompts, counts))
         records = runner.prefill(piece_of(prompts, rows, width, runner, keep))
@@ -564,8 +684,41 @@ class Engine(BaseEngine):
         return rows * width
 
     def _piece_width(self, prompt: Prompt) -> int:
-        """The padded length of the next piece of a prompt."""
-        return next((w for w in self.piece_widths if w >= prompt.left), self.piece_widths[-1])
+        """The padded length of the next piece of a prompt.
+
+        While no program that reads such pieces is ready, it is that of others which may begin where
+        the prompt stands: the shortest that is long enough, or else the longest.
+        """
+        runner, widths = self.runner, self.piece_widths
+        width = self._padded(prompt.left)
+        ready, rows = runner.executables.rows, self._piece_rows(width)
+        key = ("prefill", (rows, width + runner.tail))
+        size, end = runner.page_size, runner.page_size * runner.table_width
+        fits = [w for w in widths if prompt.read % min(size, w) == 0 and prompt.read + w <= end]
+        begin = [w for w in fits if ready(w + runner.tail)]
+        if width in begin or (self._waits and runner.executables.wait_for(key)) or not begin:
+            return width if width in fits else fits[0]
+        self._ask_for(key, Programs(runner, rows={width: [rows]}))
+        return next((w for w in begin if w >= prompt.left), begin[-1])
+
+    def _padded(self, tokens: int) -> int:
+        """The shortest width of a piece that holds so many tokens, or else the longest."""
+        return next((w for w in self.piece_widths if w >= tokens), self.piece_widths[-1])
+
+    def _ready_rows(self, width: int) -> int:
+        """The most prompts of which a piece of this width is read at once by what is ready."""
+        compiled = self.runner.executables.rows(width + self.runner.tail)
+        most = self._piece_rows(width)
+        if not compiled or most in compiled or self._waits:
+            return most
+        return compiled[-1]
+
+    @property
+    def _waits(self) -> bool:
+        """Whether programs are waited for, see `must_wait`."""
+        if not self.may_compile_behind:
+            return True
+        return must_wait(self.runner, self.unfinished, self.replicas)
 
     def _piece_rows(self, width: int) -> int:
         """The most prompts of which a piece of this width is read at once."""
@@ -575,12 +728,17 @@ class Engine(BaseEngine):
     def _start(self) -> None:
         """Enqueues the start of all samples that can start."""
         starts, runner = self.scheduler.starts(), self.runner
-        most = runner.prompts - 1
+        store, sizes = runner.executables, place_sizes(runner.batch)
+        own = "place", next((size for size in sizes if size >= len(starts)), sizes[-1])
+        if own in store.pending or own in store.failed:
+            sizes = [size for size in sizes if ("place", size) in store.by_key] or sizes
+        most = sizes[-1]
         for first in range(0, len(starts), most):
             placed = starts[first : first + most]
             for start in placed:
                 self._ended.pop(start.sequence.slot, None)
-            runner.place(admission_of(placed, place_size(runner.batch, len(placed)), runner))
+            size = next(size for size in sizes if size >= len(placed))
+            runner.place(admission_of(placed, size, runner))
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the samples that may still run."""
@@ -597,8 +755,13 @@ class Engine(BaseEngine):
             self.buckets,
             self._controller_for(min(len(samples), self.batch)),
             self.unfinished,
-            others_wait=self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
+            self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
+            lambda: self._waits,
         )
+        if chunk.stands_for is not None:
+            strategy, features, bucket = chunk.stands_for
+            own = Programs(runner, strategies={bucket: [strategy]})
+            self._ask_for(runner.chunk_key(*chunk.stands_for), own, [features])
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from("siblings") else []
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
@@ -650,7 +813,8 @@ class Engine(BaseEngine):
                 self._finish(sample, output)
         self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
-            self.watcher.chunk(*self.latest, int(result.rounds))
+            stands_in = chunk.stands_for is not None
+            self.watcher.chunk(*self.latest, int(result.rounds), stands_in)
         self._observe(chunk, result, seconds, ended, catch_up, context)
         if rejections is not None:
             self.telemetry.add(_rejections_until(rejections, ends), infos)
@@ -672,6 +836,8 @@ class Engine(BaseEngine):
           context: tokens in the caches of all slots, summed over the rounds in which they ran.
         """
         rounds, sequences = int(result.rounds), chunk.sequences
+        if chunk.stands_for is not None or self.runner.executables.pending:
+            seconds = math.nan  # they are not those of the strategy alone
         accepted = result.report.accepted[:rounds]
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.

@@ -269,6 +269,7 @@ class LLM:
         self,
         requests: Sequence[SamplingParams] = (SamplingParams(),),  # noqa: B008
         on_program: OnProgram | None = None,
+        background: bool = False,
     ) -> StartUp:
         """Compiles ahead of the first request: all strategies, for every size of the batch.
 
@@ -281,6 +282,8 @@ class LLM:
             further requests of its kind.
           on_program: function called, in place of the log, with the number of programs that are
             ready and the number of all.
+          background: whether to return when few programs are ready that serve all requests, and
+            compile the others while requests are served, see `BaseEngine.warm_up`.
 
         Returns:
           the time and memory that it took.
@@ -288,7 +291,7 @@ class LLM:
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
         ordered = sorted(wanted, key=lambda features: features.size)
-        return self.engine.warm_up(ordered, on_program)
+        return self.engine.warm_up(ordered, on_program, background)
 
     def update_weights(
         self, params: Params, head: Head | Params | None = None, running: str = "recompute"

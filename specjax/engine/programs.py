@@ -4,10 +4,11 @@ A strategy's rounds are compiled for a `Plan`. Each strategy has a program of it
 `invariant` mode all of them share one, see `programs_of`.
 
 Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
-nothing is compiled unnoticed. Compiling can take minutes, and a call that prints nothing seems to
-hang. So compiling for longer than `SILENT_SECONDS` is logged as a warning, which Python prints even
-if no log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow`
-names a program that a request needs.
+nothing is compiled unnoticed. Threads compile programs before they are needed, see
+`Executables.ahead`. Compiling can take minutes, and a call that prints nothing seems to hang. So
+compiling for longer than `SILENT_SECONDS` is logged as a warning, which Python prints even if no
+log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow` names
+a program that a request needs.
 
 On a GPU a chunk is one CUDA graph, its loops included, where that is known to be right. By itself
 XLA puts short sequences of kernels into such graphs, and the host reads the predicate of every
@@ -21,14 +22,18 @@ that are compiled later, for a request that no program serves.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import threading
 import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, wait
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -40,6 +45,7 @@ from specjax.decode.options import Features
 from specjax.decode.state import Plan
 from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
+from specjax.error_text import first_line
 from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
 from specjax.kernels.names import GPUS
@@ -203,8 +209,6 @@ class CompileProgress:
 def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
     """A context that logs what is compiled in it, if that takes longer than `SILENT_SECONDS`."""
     text = f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it"
-    if not jax.config.jax_compilation_cache_dir:
-        text += "; JAX_COMPILATION_CACHE_DIR=DIR keeps what was compiled for the next start"
     timer = threading.Timer(SILENT_SECONDS, say, (text,))
     timer.daemon = True
     timer.start()
@@ -256,8 +260,94 @@ class Graphs:
         )
 
 
+class Compiler:
+    """Threads that compile programs, those first that were asked for.
+
+    A process that ends waits for those that are being compiled, and no others.
+
+    Args:
+      threads: number of programs that are compiled at once.
+    """
+
+    def __init__(self, threads: int):
+        self._idle, self._lock = threads, threading.Lock()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        _compilers.add(self)
+        self._waiting: OrderedDict[Future, Callable] = OrderedDict()
+
+    def submit(self, build: Callable[[], Callable]) -> Future:
+        """Has a thread call `build`; returns a future of its result, which can be cancelled."""
+        future = Future()
+        with self._lock:
+            self._waiting[future] = build
+            start, self._idle = self._idle > 0, max(self._idle - 1, 0)
+        if start:
+            thread = threading.Thread(target=self._work, name="compile", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+        return future
+
+    def ask(self, future: Future) -> None:
+        """Has a program compiled next."""
+        with self._lock:
+            if future in self._waiting:
+                self._waiting.move_to_end(future, last=False)
+
+    def run(self, future: Future) -> None:
+        """Compiles a program in this thread, if none has begun; Ctrl-C cancels it."""
+        with self._lock:
+            build = self._waiting.pop(future, None)
+        if build is not None and future.set_running_or_notify_cancel():
+            _set_result(future, build)
+
+    def cancel(self) -> None:
+        """Drops what has not begun."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, OrderedDict()
+        for future in waiting:
+            future.cancel()
+
+    def join(self) -> None:
+        """Waits until all threads have ended."""
+        for thread in list(self._threads):
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._idle += 1
+                    return
+                future, build = self._waiting.popitem(last=False)
+            if future.set_running_or_notify_cancel():
+                _set_result(future, build)
+            del future, build  # or the thread would hold the program while it waits for a lock
+
+
+def _set_result(future: Future, build: Callable) -> None:
+    try:
+        future.set_result(build())
+    except BaseException as error:
+        # Its frames would hold the runner, and so the weights.
+        future.set_exception(error.with_traceback(None))
+        if not isinstance(error, Exception):
+            raise
+
+
+_compilers: weakref.WeakSet[Compiler] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_compilers() -> None:
+    # A thread that leaves a compiler while the interpreter ends would abort the process.
+    for compiler in list(_compilers):
+        compiler.cancel()
+    for compiler in list(_compilers):
+        compiler.join()
+
+
 class NotCompiled:
-    """Stands for a program that is still being compiled; returns its donated inputs and None."""
+    """Stands for a program that is to be compiled; returns its donated inputs and None."""
 
     def __init__(self, donate: tuple[int, ...]):
         self._donate = donate
@@ -281,10 +371,11 @@ class Executables:
       graphs: whether chunks are CUDA graphs.
 
     Attributes:
-      by_key: the executables.
-      pending: programs that a pool of `ahead` compiles.
+      by_key: the executables that may run.
+      pending: programs that threads compile, see `ahead`, in the order in which they were listed.
+      failed: the errors of programs that threads could not compile.
+      in_order: whether programs are taken in that order only, since other hosts do the same.
       graphs: whether chunks are CUDA graphs.
-      is_checked: whether this engine has started, so that graphs were compared.
       verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
       seconds: time that compiling each program took, or would have taken if the cache directory
@@ -293,20 +384,33 @@ class Executables:
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
       threads: number of programs that are compiled at once.
+      background: threads that compile while requests are served.
+      on_compiled: function that these threads call after each program.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs):
         self._mesh, self._cfg, self.graphs = mesh, cfg, graphs
         self.by_key: dict[tuple, Callable] = {}
-        self.is_checked = False
+        self.pending: dict[tuple, Future] = {}
+        self.failed: dict[tuple, BaseException] = {}
+        self.in_order = False
         self.verdicts: dict[tuple, Verdict] = {}
         self.compilations = 0
         self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
         self.threads = threads_for(mesh)
-        self._pool: Executor | None = None
-        self.pending: dict[tuple, Future] = {}
+        # One core is left to the requests that are served meanwhile.
+        self.background = Compiler(max(self.threads - 1, 1))
+        self.on_compiled: Callable[[], None] = lambda: None
+        self._compiler: Compiler | None = None
+        self._at_start: set[tuple] = set()  # programs that are compiled before the first request
+        self._taken = 0  # number of programs that were taken from `pending`
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether programs are listed, within `ahead`, and none runs."""
+        return self._compiler is not None
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program; the program returns its donated inputs first, in order.
@@ -317,9 +421,13 @@ class Executables:
           inputs: its inputs.
           donate: indices of inputs that are donated.
         """
+        if self.is_ahead and (key in self.by_key or key in self.pending):
+            return NotCompiled(donate)
+        self.wait_for(key)
         if key in self.by_key:
             return self.by_key[key]
         self.before_build()
+        inputs = sharding.without_data(inputs, self._mesh)
         # Kernels and operations on parts of the vocabulary read the ambient mesh.
         program = precision_of(self._cfg)(sharding.traced_on(self._mesh, program))
 
@@ -330,39 +438,75 @@ class Executables:
                 out = tuple(sharding.state_shardings(self._mesh, shape) for shape in shapes)
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
-        def build(lower: Callable[[], jax.stages.Lowered]) -> Callable:
+        def build() -> Callable:
             began, saved = time.perf_counter(), _saved_seconds()
             built = self.build(key, lower, donate)
             self.seconds[key] = time.perf_counter() - began + _saved_seconds() - saved
             return built
 
-        if self._pool is not None:
-            lowered = lower()
-            self.by_key[key] = NotCompiled(donate)
-            self.pending[key] = self._pool.submit(build, lambda: lowered)
-        else:
+        # A program that fails the second time, while a call needs it, fails the call.
+        self.failed.pop(key, None)
+        if not self.is_ahead:
             with announce_if_slow(described(key)):
-                self._keep(key, build(lower))
-        return self.by_key[key]
+                self._keep(key, build())
+            return self.by_key[key]
+        if self._compiler is not self.background:
+            self._at_start.add(key)
+        future = self._compiler.submit(build)
+        future.add_done_callback(lambda _: self.on_compiled())
+        self.pending[key] = future
+        return NotCompiled(donate)
 
     def _keep(self, key: tuple, built: Callable) -> None:
         self.by_key[key] = built
         self.compilations += 1
 
-    def collect(self) -> int:
-        """Takes programs that a pool has compiled; returns how many, or raises a compiler's error.
+    @property
+    def ready(self) -> int:
+        """How many programs were taken from `pending` so far, or can be in its order."""
+        done = itertools.takewhile(Future.done, self.pending.values())
+        return self._taken + sum(1 for _ in done)
 
-        Programs that are not ready stay `NotCompiled`.
+    def collect(self, most: int | None = None) -> int:
+        """Takes programs that threads have compiled; returns how many are no longer pending.
+
+        Args:
+          most: the value of `ready` on the host that has the fewest; None: there is one host, and
+            programs are taken in any order.
         """
-        ready = [key for key, future in self.pending.items() if future.done()]
-        for key in ready:
-            self._keep(key, self.pending.pop(key).result())
-        return len(ready)
+        keys = [key for key, future in self.pending.items() if future.done()]
+        if most is not None:
+            keys = [*self.pending][: max(most - self._taken, 0)]
+        for key in keys:
+            self._take(key)
+        return len(keys)
+
+    def wait_for(self, key: tuple) -> bool:
+        """Waits for a program if threads compile it; returns whether it has not failed."""
+        if key in self.pending:
+            self.before_build()
+            with announce_if_slow(described(key)):
+                if not self.in_order:
+                    self.background.run(self.pending[key])
+                wait([self.pending[key]])
+            self._take(key)
+        return key not in self.failed
+
+    def _take(self, key: tuple) -> None:
+        future = self.pending.pop(key)
+        self._taken += 1
+        if future.cancelled():
+            return
+        if error := future.exception():
+            self.failed[key] = error
+            log.warning("%s could not be compiled: %s", described(key), first_line(error))
+        else:
+            self._keep(key, future.result())
 
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
         """Compiles a program; may run on any thread."""
         lowered = lower()
-        options = self.graphs.plain if self._pool is None else self.graphs.options(key)
+        options = self.graphs.options(key) if key in self._at_start else self.graphs.plain
         if options is ONE_GRAPH:
             device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
             self.verdicts[key] = Verdict(device, "graph", lowered.as_text())
@@ -374,40 +518,54 @@ class Executables:
         self.verdicts = {}
 
     @contextlib.contextmanager
-    def ahead(self, pool: Executor) -> Iterator[None]:
-        """A context in which programs are compiled before they are needed, without messages.
+    def ahead(self, compiler: Compiler) -> Iterator[None]:
+        """A context in which threads compile the programs that are called, and none runs.
+
+        Each call returns its donated inputs and None. The caller must `collect` the programs.
 
         Args:
-          pool: threads that compile them; the caller must `collect` all before the context ends.
-            Until then a program is `NotCompiled` and computes nothing. Compilers run outside of the
-            interpreter's lock.
+          compiler: the threads; those of `background` make no graphs.
         """
-        self._pool = pool
+        self._compiler = compiler
         try:
             yield
         finally:
-            self._pool, self.pending = None, {}
-            compiled = {k: v for k, v in self.by_key.items() if not isinstance(v, NotCompiled)}
-            self.by_key = compiled
+            self._compiler = None
 
-    def rows(self, positions: int) -> list[int]:
-        """The number of prompts of each compiled prefill of pieces of so many positions."""
-        sizes = [key[1] for key in self.by_key if key[0] == "prefill"]
-        return [rows for rows, read in sizes if read == positions]
+    def rows(self, positions: int, soon: bool = False) -> list[int]:
+        """The number of prompts of each compiled prefill of pieces of so many positions.
 
-    def buckets(self, program: str, features: Features) -> list[int]:
-        """The buckets, ascending, of compiled chunks of a program that serve some features."""
-        chunks = [key for key in self.by_key if key[:2] == ("chunk", program)]
+        Args:
+          soon: whether to list those that are being compiled, too.
+        """
+        keys = self._known(soon)
+        return sorted(key[1][0] for key in keys if key[0] == "prefill" and key[1][1] == positions)
+
+    def _known(self, soon: bool) -> list[tuple]:
+        return [*self.by_key, *(self.pending if soon else ())]
+
+    def buckets(self, program: str, features: Features, soon: bool = False) -> list[int]:
+        """The buckets, ascending, of compiled chunks of a program that serve some features.
+
+        Args:
+          soon: as in `rows`.
+        """
+        chunks = [key for key in self._known(soon) if key[:2] == ("chunk", program)]
         return sorted({bucket for _, _, bucket, its in chunks if its.covers(features)})
 
-    def covering(self, program: str, bucket: int, features: Features) -> Features:
+    def covering(
+        self, program: str, bucket: int, features: Features, soon: bool = False
+    ) -> Features:
         """The features of the smallest compiled program that covers `features`.
 
         If none of this name and bucket covers them, it returns `features`.
+
+        Args:
+          soon: as in `rows`.
         """
-        start = ("chunk", program, bucket)
-        compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
-        return min(compiled, key=lambda f: f.size, default=features)
+        known = [k[3] for k in self._known(soon) if k[:3] == ("chunk", program, bucket)]
+        known = [served for served in known if served.covers(features)]
+        return min(known, key=lambda served: served.size, default=features)
 
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -69,14 +70,20 @@ class PromptScorer:
         """The number of positions of a piece of a prompt that is padded to `span`."""
         return min(self._runners[0].stride, 16 * math.ceil(span / 16))
 
-    def warm_up(self) -> None:
+    def warm_up(self, background: bool = False) -> None:
         """Compiles and runs programs for every replica, in the thread that calls `start`.
 
         Those of prompts of more than `WARM` tokens are compiled when such a prompt comes.
+
+        Args:
+          background: whether threads compile them instead, and nothing runs.
         """
         for span in (span for span in self.spans if span <= max(WARM, self.spans[0])):
             for runner in self._runners:
-                self._start_prompt(runner, [0] * min(span, runner.max_len), span)
+                store = runner.executables
+                behind = store.ahead(store.background)
+                with behind if background else contextlib.nullcontext():
+                    self._start_prompt(runner, [0] * min(span, runner.max_len), span)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Started:
         """Starts scoring prompts on the device, without waiting for the scores.
@@ -147,7 +154,8 @@ def _score(
     inputs = (runner.weights.policy, scratch, tokens, start, table)
     key = ("score", tokens.shape, table.shape)
     scratch, scores = runner.run(key, program, inputs, (1,), inputs[2:])
-    runner.mark = scores.ranks
+    if scores is not None:  # else it is being compiled
+        runner.mark = scores.ranks
     return scratch, scores
 
 

@@ -48,7 +48,8 @@ class Replicas(BaseEngine):
         for replica, engine in enumerate(self.engines):
             engine.replica, engine.replicas = replica, len(self.engines)
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
-            engine.runner.executables.graphs = first.runner.executables.graphs
+            store, firsts = engine.runner.executables, first.runner.executables
+            store.graphs, store.background = firsts.graphs, firsts.background
         self._slots = sum(engine.batch for engine in self.engines)
         # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
         self._seen = Features()

@@ -261,6 +261,7 @@ class Job:
       request: index of its request in a call, for messages and telemetry.
       sample: index of the sample in its request, likewise.
       where: name of its prompt in messages.
+      seeded: whether the caller gave the seed, and so may repeat the request.
     """
 
     prompt: Sequence[int]
@@ -274,6 +275,13 @@ class Job:
     request: int = 0
     sample: int = 0
     where: str = "the prompt"
+    seeded: bool = False
+
+    def is_repeatable(self, dtype: str) -> bool:
+        """Whether the caller may expect the same bits again, from a policy that computes so."""
+        params = self.params
+        asks = params.logprobs is not None or params.transformed_logprobs
+        return asks or ((self.seeded or params.temperature == 0) and dtype != "float32")
 
     @functools.cached_property
     def prompt_hash(self) -> int:
@@ -359,6 +367,7 @@ def make_jobs(
     special = special_stops(tokenizer, params)
     eos_ids = () if params.ignore_eos else eos_ids
     stops = (*params.stop_token_ids, *special.values(), *eos_ids)
+    given = params.seed is not None
     params, first = (seeds or CallSeeds()).take(prompt, params)
     sample = functools.partial(
         Job,
@@ -371,6 +380,7 @@ def make_jobs(
         decode=decoder_of(tokenizer, params) if params.stop else None,
         request=request,
         where=where,
+        seeded=given,
     )
     return [
         sample(words=request_words(params.seed, prompt, first + number), sample=number)

@@ -40,6 +40,7 @@ from specjax.memory import cost, keeps_state
 from specjax.models.transformer import Params, graphdef, laid_out, record_form
 from specjax.parallel import sharding
 from specjax.parallel.agreement import agreement_of
+from specjax.program_cache import keep_programs
 from specjax.weights import matrix
 
 PAGE_SIZE = 128
@@ -67,7 +68,8 @@ class Runner:
       most_page_bytes: largest size of the pages where `config` sets none for the caches; None: what
         all slots need.
       widths: lengths that pieces of prompts are padded to, ascending; all start at multiples of the
-        last one. Empty: at any position, and none is longer than the rest of the table.
+        last one, unless others stand in or a prefix is not read. Empty: at any position, and none
+        is longer than the rest of the table.
 
     Attributes:
       cfg: the model's config, with the kernels that run.
@@ -110,6 +112,7 @@ class Runner:
         most_page_bytes: int | None = None,
         widths: Sequence[int] = (),
     ):
+        keep_programs()
         record_form(cfg)  # raises if the report has no room for the model's records
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.config, self.stride = config, widths[-1] if widths else 1
@@ -167,6 +170,7 @@ class Runner:
         self.executables = Executables(
             mesh, cfg, Graphs(dispatch.device_of(mesh), kernels, config.enforce_eager)
         )
+        self.executables.in_order = self.agreement.is_shared
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -276,9 +280,37 @@ class Runner:
         """The most tokens that one row can emit in a chunk of `rows` rows."""
         return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
 
-    def buckets(self, strategy: str, features: Features) -> list[int]:
-        """The buckets, ascending, of compiled programs that serve this strategy and features."""
-        return self.executables.buckets(self.strategies[strategy].name, features)
+    def buckets(self, strategy: str, features: Features, soon: bool = False) -> list[int]:
+        """The buckets, ascending, of compiled programs that serve this strategy and features.
+
+        Args:
+          soon: whether to list those that are being compiled, too.
+        """
+        return self.executables.buckets(self.strategies[strategy].name, features, soon)
+
+    def chunk_key(self, strategy: str, features: Features, bucket: int) -> tuple:
+        """The key of the program of chunks, see `Executables`."""
+        return "chunk", self.strategies[strategy].name, bucket, features
+
+    def is_ready(self, strategy: str, features: Features, bucket: int) -> bool:
+        return self.chunk_key(strategy, features, bucket) in self.executables.by_key
+
+    def covering(
+        self, strategy: str, bucket: int, features: Features, soon: bool = False
+    ) -> Features:
+        """The features of the smallest compiled program that serves `features`, or these.
+
+        Args:
+          soon: as in `buckets`.
+        """
+        name = self.strategies[strategy].name
+        return self.executables.covering(name, bucket, features, soon)
+
+    def take_compiled(self) -> None:
+        """Takes programs that threads have compiled."""
+        store = self.executables
+        if store.pending:
+            store.collect(self.agreement.least_ready(store.ready))
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -374,20 +406,18 @@ class Runner:
 
         Args:
           strategy: name of the strategy.
-          features: features that the running slots ask for. The smallest compiled program that
-            serves them runs, see `Executables.covering`; if there is none, one is compiled.
+          features: features of its program, which is compiled if it is not.
           row_map: the slot of each row, and of `extra_slots` more. No slot is there
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
         """
         bucket = len(row_map.slots) - self.extra_slots
         program = self.strategies[strategy]
-        features = self.executables.covering(program.name, bucket, features)
         inputs = (self.weights.policy, self.weights.draft, self.state, row_map, until)
         if program.part is not None:
             inputs = (*inputs, program.part)
         call = functools.partial(self._chunk_program, program.plan, features, bucket)
-        key = ("chunk", program.name, bucket, features)
+        key = self.chunk_key(strategy, features, bucket)
         self.state, result = self.run(key, call, inputs, (2,), inputs[3:])
         self.mark = None
         return result
@@ -425,6 +455,8 @@ class Runner:
           donate: indices of its donated inputs.
           same: the inputs that must be equal on all hosts.
         """
+        if self.executables.is_ahead:
+            return self.executables.get(key, program, inputs, donate)(*inputs)
         self.latest = key
         self.agreement.announce(key, same)
         outputs = self.executables.get(key, program, inputs, donate)(*inputs)
@@ -533,7 +565,7 @@ def row_map_of(
 
 def place_sizes(batch: int) -> list[int]:
     """The numbers of sequences for which a program that starts them is compiled, ascending."""
-    return powers(max(batch, FEW), FEW)
+    return powers(max(batch, FEW), FEW, FEW)
 
 
 def place_size(batch: int, count: int) -> int:

@@ -48,6 +48,8 @@ class EngineConfig:
         their paths to formats, see `specjax.weights.matrix`. `auto` is that of the checkpoint's
         files, or for plain ones specjax's own on CPU and XLA's elsewhere; a class of your own
         is `module:attribute`. Formats that round weights change the policy, and so its tokens.
+      stand_in: whether another program that is ready runs while the right one is compiled, which
+        changes tokens by rounding alone, see `specjax.engine.chunks.must_wait`.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
         comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
@@ -65,6 +67,7 @@ class EngineConfig:
     follow_ups: bool = option(False, internal=True)
     attention: str = option("auto", choices=ATTENTION, own_path=True)
     products: Any = option("auto", kind=str | dict[str, str])
+    stand_in: bool = True
     enforce_eager: bool = False
 
     def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Compiles and checks all programs before the first request, and measures what a round costs.
+"""Compiles and checks programs, before or while requests run, and measures what a round costs.
 
 `check_graphs` compares chunks that are one CUDA graph with the same chunks as plain programs: all
 that the host reads, to the bit. It runs several chunks in a row from one new state, in which some
@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import jax
@@ -27,9 +29,9 @@ from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
-from specjax.engine.programs import CompileProgress, OnProgram, described
+from specjax.engine.programs import CompileProgress, Compiler, OnProgram, described
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import Runner, admission_of, piece_of, place_size, place_sizes
+from specjax.engine.runner import Runner, admission_of, piece_of, place_size
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
@@ -84,11 +86,13 @@ class Programs:
       runner: runner of the engine.
       rows: numbers of prompts that are read at once, by width of their pieces.
       strategies: strategies that chunks may run, by bucket.
+      places: numbers of sequences that are started at once.
     """
 
     runner: Runner
-    rows: Mapping[int, Sequence[int]]
-    strategies: Mapping[int, Sequence[str]]
+    rows: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    strategies: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)
+    places: Sequence[int] = ()
 
     @property
     def chunks(self) -> list[tuple[str, int]]:
@@ -107,7 +111,32 @@ class Programs:
     def count(self, features: Sequence[Features]) -> int:
         """The number of programs that `start` enqueues."""
         reads = sum(map(len, self.rows.values()))
-        return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
+        chunks = sum(len(self.features(strategy, features)) for strategy, _ in self.chunks)
+        return reads + len(self.places) + chunks
+
+    def features(self, strategy: str, features: Sequence[Features]) -> Sequence[Features]:
+        """The sets of features of which a strategy has programs, the smallest set first.
+
+        Plain rounds take no longer in a program that serves more options than they have.
+        """
+        if self.runner.strategies[strategy].plan.tree is None:
+            return [functools.reduce(operator.or_, features)]
+        return features
+
+    def compiled(self, features: Features) -> Programs:
+        """Those whose programs are ready, with chunks for `features`."""
+        runner, by_key = self.runner, self.runner.executables.by_key
+        rows = {
+            width: [n for n in sizes if ("prefill", (n, width + runner.tail)) in by_key]
+            for width, sizes in self.rows.items()
+        }
+        strategies = {
+            bucket: [n for n in names if bucket in runner.buckets(n, features)]
+            for bucket, names in self.strategies.items()
+        }
+        places = [count for count in self.places if ("place", count) in by_key]
+        strategies = {bucket: names for bucket, names in strategies.items() if names}
+        return Programs(runner, rows, strategies, places)
 
     def start(self, features: Sequence[Features]) -> Iterator[Result | None]:
         """Enqueues every program: place by size, chunks by strategy and bucket, prefill by width.
@@ -118,12 +147,14 @@ class Programs:
           the result of each program for the host; None: it has none.
         """
         runner = self.runner
-        for count in place_sizes(runner.batch):
+        for count in self.places:
             yield _place(runner, 1, 1, count)
-        # The smallest set comes first, for it would not be compiled after one that covers it.
         for strategy, bucket in self.chunks:
-            for wanted in sorted(features, key=lambda wanted: wanted.size):
-                _place(runner, 1, _context(runner), 1)
+            for wanted in self.features(strategy, features):
+                if not runner.executables.is_ahead:  # what is compiled may serve more
+                    wanted = runner.covering(strategy, bucket, wanted)
+                if self.places:  # a prefix is in the caches
+                    _place(runner, 1, _context(runner), self.places[0])
                 yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
         for width, sizes in self.rows.items():
             for rows in sizes:
@@ -131,7 +162,10 @@ class Programs:
 
 
 def compile_ahead(
-    engines: Sequence[Programs], features: Sequence[Features], on_program: OnProgram | None = None
+    engines: Sequence[Programs],
+    features: Sequence[Features],
+    on_program: OnProgram | None = None,
+    run: bool = True,
 ) -> StartUp:
     """Compiles every program of several engines concurrently, and runs each once.
 
@@ -146,6 +180,8 @@ def compile_ahead(
       on_program: function called at the beginning, after each program and every few seconds with
         the number of programs that are ready and of all; None: a warning is logged if it takes
         long.
+      run: whether to run each once. False leaves the caches as they are, unless chunks are CUDA
+        graphs, which are compared.
     """
     started, tell = time.perf_counter(), on_program or CompileProgress()
     runners = [programs.runner for programs in engines]
@@ -164,17 +200,15 @@ def compile_ahead(
         if graphs.wanted:
             check_graphs(engines[0], features)
         if graphs.wanted == begins_with_graphs:
-            _build(engines, features, ready)
+            _build(engines, features, ready, run)
     except jax.errors.JaxRuntimeError as error:
         if not graphs.wanted:
             raise
         graphs.stop(f"{described(runners[0].latest)} fails at the start: {first_line(error)}")
-    for runner in runners:
-        runner.executables.is_checked = True
     if graphs.wanted != begins_with_graphs:
         for runner in runners:
             runner.executables.drop_graphs()
-        _build(engines, features)
+        _build(engines, features, run=run)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     return StartUp(
@@ -185,7 +219,10 @@ def compile_ahead(
 
 
 def _build(
-    engines: Sequence[Programs], features: Sequence[Features], ready: OnReady = lambda count: None
+    engines: Sequence[Programs],
+    features: Sequence[Features],
+    ready: OnReady = lambda count: None,
+    run: bool = True,
 ) -> None:
     """Compiles the programs of engines that are not compiled yet, and runs all once.
 
@@ -193,38 +230,56 @@ def _build(
 
     Args:
       ready: function called with the number of programs that became ready.
+      run: see `compile_ahead`.
     """
     executables = [programs.runner.executables for programs in engines]
-    threads = min(store.threads for store in executables)
-    pool = ThreadPoolExecutor(threads, "compile")
-
-    def collect(seconds: float) -> None:
-        wait([f for store in executables for f in store.pending.values()], seconds, FIRST_COMPLETED)
-        for count in [1] * sum(store.collect() for store in executables) or [0]:
-            ready(count)
-
+    compiler = Compiler(min(store.threads for store in executables))
     try:
-        with contextlib.ExitStack() as stack:
-            for programs, store in zip(engines, executables, strict=True):
+        for programs, store in zip(engines, executables, strict=True):
+            if run or programs.runner.state is None:
                 programs.runner.reset()
-                stack.enter_context(store.ahead(pool))
-                known = len(store.by_key)
+            store.failed.clear()
+            known = len(store.pending)
+            with store.ahead(compiler):
                 for _ in programs.start(features):
-                    collect(0.0)
-                    while threads == 1 and store.pending:  # nothing else compiles beside it
-                        collect(POLL_SECONDS)
-                submitted = len(store.by_key) - known
-                ready(programs.count(features) - submitted)  # those that were compiled before
-            while any(store.pending for store in executables):
-                collect(POLL_SECONDS)
+                    pass
+            ready(programs.count(features) - len(store.pending) + known)  # compiled before
+        while pending := [f for store in executables for f in store.pending.values()]:
+            wait(pending, POLL_SECONDS, FIRST_COMPLETED)
+            for count in [1] * sum(store.collect() for store in executables) or [0]:
+                ready(count)
+            for programs, store in zip(engines, executables, strict=True):
+                for programs.runner.latest, error in store.failed.items():
+                    raise error
+    except BaseException:
+        for store in executables:  # some were to become graphs
+            store.pending.clear()
+        raise
     finally:
         # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
-        pool.shutdown(wait=False, cancel_futures=True)
-    for programs in engines:
-        runner = programs.runner
-        for result in programs.start(features):
-            # Errors show here, while `latest` is the program that failed.
-            jax.block_until_ready((result, runner.state, runner.kept))
+        compiler.cancel()
+    for programs in engines if run else ():
+        run_once(programs, features)
+
+
+def run_once(programs: Programs, features: Sequence[Features]) -> None:
+    """Runs programs in a state that is of no use afterwards."""
+    runner = programs.runner
+    for result in programs.start(features):
+        # Errors show here, while `latest` is the program that failed.
+        jax.block_until_ready((result, runner.state, runner.kept))
+
+
+def compile_behind(engines: Sequence[Programs], features: Sequence[Features]) -> None:
+    """Has threads compile programs while engines serve requests, those of all engines in turns."""
+    with contextlib.ExitStack() as stack:
+        for programs in engines:
+            store = programs.runner.executables
+            if programs.runner.state is None:
+                programs.runner.reset()
+            stack.enter_context(store.ahead(store.background))
+        for _ in itertools.zip_longest(*(programs.start(features) for programs in engines)):
+            pass
 
 
 # --- comparing ------------------------------------------------------------------------------------
@@ -246,7 +301,7 @@ def check_graphs(programs: Programs, features: Sequence[Features]) -> None:
     buckets: dict[int, list[str]] = {}
     for strategy, bucket in first.values():
         buckets.setdefault(bucket, []).append(strategy)
-    smallest = Programs(runner, {}, buckets)
+    smallest = Programs(runner, strategies=buckets)
     _build([smallest], features)
     compared = [key for key, verdict in executables.verdicts.items() if not verdict.is_right]
     if not compared:
@@ -352,7 +407,8 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            result = jax.device_get(_start_chunk(runner, name, features, bucket, rounds, length))
+            wanted = runner.covering(name, bucket, features)
+            result = jax.device_get(_start_chunk(runner, name, wanted, bucket, rounds, length))
             seconds = runner.agreement.agree(time.perf_counter() - begin)
             yield seconds, int(result.rounds)
 

@@ -2,8 +2,8 @@
 
 A program over the devices of several hosts runs once all of them have enqueued it. So every host of
 such a replica runs the whole host loop, over the same requests and results, and must enqueue the
-same programs in the same order. Only the clocks of the hosts could make them differ, so they decide
-by the maximum over all clocks.
+same programs in the same order. Only clocks, and which programs are compiled, could make them
+differ, so they decide by the maximum over all clocks and by what all of them have compiled.
 
 Before each program the hosts announce to each other which program it is, and their clocks, by a
 small program that gathers this. Its result is read together with that of the chunk before. So a
@@ -29,7 +29,9 @@ from specjax.parallel import sharding
 from specjax.parallel.distributed import DistributedError, is_several
 
 Then = Callable[[float], None]
-_FIGURES = 2  # numbers that each host announces: its clock, and what it measured
+# Numbers that each host announces: its clock, what it measured, and minus the number of programs
+# that it could run.
+_FIGURES = 3
 
 
 class SingleHost:
@@ -56,6 +58,16 @@ class SingleHost:
     def agree(self, mine: float) -> float:
         """The maximum of `mine` over the hosts; waits for all of them."""
         return mine
+
+    def least_ready(self, mine: int) -> int | None:
+        """The fewest programs that a host could run when it announced the last program received.
+
+        None: there is one host.
+
+        Args:
+          mine: the number of programs that this host can run now.
+        """
+        return None
 
     def announce(self, program: tuple, inputs: Any) -> None:
         """Must be called before each program that is enqueued.
@@ -121,6 +133,7 @@ class Agreement(SingleHost):
         self._split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
         self._gather = jax.jit(lambda rows: rows + 0, out_shardings=sharding.replicated(mesh))
         self._count, self._start, self._now = len(owners), time.perf_counter(), 0.0
+        self._ready, self._least_ready = 0, 0
         self.announced, self._received = 0, 0
         self.clear()
 
@@ -140,11 +153,16 @@ class Agreement(SingleHost):
         answers: list[float] = []
         self.ask(mine, answers.append)
         self.settle()
-        return answers[-1]
+        return float(answers[-1])
+
+    def least_ready(self, mine: int) -> int:
+        self._ready = mine
+        return self._least_ready
 
     def announce(self, program: tuple, inputs: Any = ()) -> None:
         mine, then = self._asked.popleft() if self._asked else (math.nan, None)
-        figures = np.array([time.perf_counter() - self._start, mine], np.float64)
+        clock = time.perf_counter() - self._start
+        figures = np.array([clock, mine, -self._ready], np.float64)
         row = np.concatenate([_digest(program, inputs), figures.view(np.uint32)])[None]
         rows = jax.make_array_from_callback((self._count, row.shape[1]), self._split, lambda _: row)
         announced = _Announcement(program, self._gather(rows), then)
@@ -162,8 +180,8 @@ class Agreement(SingleHost):
         while self._pending and (until is None or self._received < until):
             announced = self._pending.popleft()
             self._received += 1
-            clock, figure = self._read(announced)
-            self._now = max(self._now, clock)
+            clock, figure, ready = self._read(announced)
+            self._now, self._least_ready = max(self._now, clock), -int(ready)
             if announced.then is not None:
                 announced.then(figure)
 

@@ -439,6 +439,21 @@ def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
     )
 
 
+def without_data(tree, mesh: jax.sharding.Mesh | None):
+    """Returns a tree whose arrays on devices are their shapes, with shardings if there is a mesh.
+
+    A program that is lowered for them keeps no array, and is the one that the arrays would have.
+    """
+
+    def shape(x):
+        if not isinstance(x, jax.Array):
+            return x
+        placed = x.sharding if mesh is not None or x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.weak_type)
+
+    return jax.tree.map(shape, tree)
+
+
 def device_bytes(tree) -> int:
     """Returns the bytes of a tree's shards on one device; of arrays or their shapes."""
     total = 0

@@ -81,7 +81,7 @@ def test_the_next_chunk_is_enqueued_before_the_last_one_is_read(chunks):
 
 def test_rows_are_taken_over_within_a_chunk():
     engine, ran = engine_of(None, batch=1, stretch=8), []
-    engine.watcher = SimpleNamespace(news=lambda *_: None, chunk=lambda *args: ran.append(args[-1]))
+    engine.watcher = SimpleNamespace(news=lambda *_: None, chunk=lambda *args: ran.append(args[2]))
     jobs = [job for i in range(6) for job in jobs_of([i + 1, 2], ONE, i)]
     samples, _ = engine.generate(jobs)
     assert [s.token_ids for s in samples] == tokens_of(jobs)

@@ -137,7 +137,9 @@ def test_the_slowest_hosts_clock_counts_and_one_that_does_not_know_spoils_it(sha
     engine, other_says = shared
     assert engine.runner.agreement.agree(2.0) == 2.0
     for theirs, agreed in ((5.0, 5.0), (1.0, 2.0), (float("nan"), float("nan"))):
-        other_says(lambda row, theirs=theirs: row[-2:].put([0, 1], np.float64([theirs]).view("u4")))
+        other_says(
+            lambda row, theirs=theirs: row[-4:-2].put([0, 1], np.float64([theirs]).view("u4"))
+        )
         np.testing.assert_equal(engine.runner.agreement.agree(2.0), agreed)
 
 

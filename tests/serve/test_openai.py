@@ -380,7 +380,9 @@ def test_what_is_served_can_be_asked(server: Server):
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=80, n=4, extra_body=LONG)
     [model] = client.models.list().data
     assert client.models.retrieve("tiny").id == model.id == "tiny"
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "alarms": []}
+    health = httpx.get(f"{server.url}/health").json()
+    assert (health["status"], health["alarms"]) == ("ok", [])
+    assert health["programs"]["ready"] and not health["programs"]["to_compile"]
     info = server.get("/server_info").json()
     [state] = info["internal_states"]
     assert info["strategies"] == ["2_1_3"] and info["weights"]["version"] == 1

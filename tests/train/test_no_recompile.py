@@ -37,7 +37,9 @@ def steps_seen(monkeypatch):
 
         def observed(trainer):
             values.append(look())
-            return step(trainer)
+            metrics = step(trainer)
+            trainer.engine.runner.executables.background.join()
+            return metrics
 
         monkeypatch.setattr(rl.Trainer, "step", observed)
         return values
@@ -82,6 +84,7 @@ def test_the_last_step_and_what_follows_compile_nothing_either(thin_policy, tmp_
     argv = tiny_run.arguments(thin_policy, tmp_path, **changes)
     trainer = rl.Trainer(parse_config(rl.RLConfig, argv)[0])
     trainer.warm_up()
+    trainer.engine.runner.executables.background.join()
     seen = len(compiled)
     assert trainer.evaluate()["eval/greedy/pass@1"] in (0.0, 0.5, 1.0)
     assert compiled[seen:] == [], "evaluation has the programs of rollouts"
