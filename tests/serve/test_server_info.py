@@ -1,12 +1,17 @@
 """/server_info before the first request and after some, whatever chooses the strategy."""
 
+import threading
+import time
+
 import pytest
-from serving import KEY, config
+from serving import KEY, config, served
 from starlette.testclient import TestClient
 
+from serve import __main__ as program
 from serve.api import create_app
 from specjax import LLM, ControlConfig, EngineConfig, SpecConfig
 from specjax.control import EmaConfig
+from specjax.engine.programs import Executables
 
 STRATEGIES = ("off", "1_1_2", "2_1_3")
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -82,3 +87,35 @@ def test_there_is_an_entry_for_each_replica_with_figures_of_its_own(thin_policy)
     [other] = [state for state in states if state is not ran[0]]
     assert (other["speculative_num_steps"], other["strategy"]) == (2, "2_1_3")
     assert info["num_queued_reqs"] == 0
+
+
+def test_requests_are_answered_while_programs_are_compiled(thin_policy, monkeypatch):
+    release, build, begun = threading.Event(), Executables._build, []
+
+    def held(store, key, *rest):
+        begun.append(key)
+        if len(begun) > 3:  # one program of each kind
+            release.wait(60)
+        return build(store, key, *rest)
+
+    monkeypatch.setattr(Executables, "_build", held)
+    engine, speculation = {"max_batch": 4, "warm_up": "sampled"}, {"strategy": "off"}
+    settings = config(thin_policy, engine=engine, speculation=speculation)
+    with served(settings, program._load(settings)) as server:
+
+        def ask():
+            body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20, "seed": 3}
+            answer = server.post("/v1/completions", json=body | {"ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"], server.metrics()["stand_in_rounds_total"]
+
+        def left():
+            return server.get("/health").json()["programs"]["to_compile"]
+
+        first, rounds = ask()
+        assert left() and rounds
+        release.set()
+        until = time.monotonic() + 120
+        while left() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert ask() == (first, rounds)
