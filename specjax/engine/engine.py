@@ -694,7 +694,9 @@ class Engine(BaseEngine):
         ready, rows = runner.executables.rows, self._piece_rows(width)
         key = ("prefill", (rows, width + runner.tail))
         size, end = runner.page_size, runner.page_size * runner.table_width
+        usual = (prompt.read - prompt.cached) % widths[-1] == 0  # else others stood in before
         fits = [w for w in widths if prompt.read % min(size, w) == 0 and prompt.read + w <= end]
+        fits = sorted({*fits, width}) if usual else fits
         begin = [w for w in fits if ready(w + runner.tail)]
         if width in begin or (self._waits and runner.executables.wait_for(key)) or not begin:
             return width if width in fits else fits[0]
