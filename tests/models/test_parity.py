@@ -98,11 +98,14 @@ def test_logits_equal_the_golden_ones_of_transformers_full_and_in_a_cached_tree(
     trained, prefilled, decoded = run_all(
         cfg, params, golden["tokens"], golden["lengths"], golden["tree_tokens"], layout
     )
+    # Recurrent layers add up the rounding of every position, in an order that depends on the
+    # processor: 1.3e-4 was seen.
+    atol = 3e-4 if family in HYBRIDS else 1e-4
     for b, length in enumerate(golden["lengths"]):
         expected = golden["logits"][b, :length]
-        np.testing.assert_allclose(trained[b, :length], expected, atol=1e-4, rtol=0)
-        np.testing.assert_allclose(prefilled[b, :length], expected, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(decoded, golden["tree_logits"], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(trained[b, :length], expected, atol=atol, rtol=0)
+        np.testing.assert_allclose(prefilled[b, :length], expected, atol=atol, rtol=0)
+    np.testing.assert_allclose(decoded, golden["tree_logits"], atol=atol, rtol=0)
 
 
 def test_experts_with_biases_on_eight_devices_give_the_golden_logits():
