@@ -467,7 +467,7 @@ class Engine(BaseEngine):
             self.warm_up([features])
             return
         programs, seconds = self.programs(), self._plain_compiling()
-        if not seconds or not self.unfinished:
+        if not self.runner.executables.seconds or not self.unfinished:
             return
         largest = next(bucket for bucket in self.buckets if bucket >= rows)
         strategies = {b: names for b, names in programs.strategies.items() if b <= largest}

@@ -85,6 +85,8 @@ def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     executables.seconds = dict.fromkeys(executables.seconds, 0.0)  # as if it had taken no time
     streamed = [t for piece in llm.stream(prompts[0], ONE) for t in piece.token_ids]
     assert streamed == expected[0]
+    executables.background.join()
+    llm.engine.measure_if_due()
     built = llm.engine.runner.compilations
     assert built > plain.engine.runner.compilations, "it became long meanwhile"
     executables.seconds = dict.fromkeys(executables.seconds, 1e6)
@@ -92,6 +94,8 @@ def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     assert llm.engine.runner.compilations == built, "larger batches are short work again"
     executables.seconds = dict.fromkeys(executables.seconds, 0.0)
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    executables.background.join()
+    llm.engine.measure_if_due()
     costs = llm.engine.controller.costs
     assert costs.buckets == (1, 2) and all(costs.known(arm, 2) for arm in ("off", "4_1_5"))
 
@@ -182,7 +186,7 @@ def test_off_comes_back_to_drafting_without_reading_the_prompt_again(monkeypatch
     engine, read = adaptive(), []
     prefill = engine.runner.prefill
     monkeypatch.setattr(
-        engine.runner, "prefill", lambda piece: (read.append(piece), prefill(piece))
+        engine.runner, "prefill", lambda piece: read.append(piece) or prefill(piece)
     )
     [job] = jobs_of([3, 4, 5], LONG)
     histograms = {}
