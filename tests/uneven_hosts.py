@@ -44,11 +44,16 @@ def main() -> None:
         time.sleep(0.5 * jax.process_index())
         return build(*arguments)
 
+    def step(trainer, made=rl.Trainer.step):
+        metrics = made(trainer)
+        trainer.engine.runner.executables.background.join()  # in the first step others stand in
+        return metrics
+
     def standing_in(section):
         return dataclasses.replace(configure(section), stand_in=True)
 
     Executables._build, RolloutSection.engine_config = slow, standing_in
-    InFlight.wait_for, Controller.select = uneven, noted
+    InFlight.wait_for, Controller.select, rl.Trainer.step = uneven, noted, step
     start_up.time = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() * (1 + 9 * jax.process_index())
     )
