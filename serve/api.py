@@ -174,8 +174,7 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
     @app.get("/health")
     async def health():
         now = metrics.snapshot
-        programs = {"ready": now.compilations, "to_compile": now.compiling}
-        body = {"status": thread.state, "alarms": list(now.alarms), "programs": programs}
+        body = {"status": thread.state, "alarms": list(now.alarms), "programs": now.programs}
         if thread.failure is None:
             return body
         return JSONResponse({**body, "error": thread.failure}, 503)
@@ -203,7 +202,7 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
             "max_model_len": thread.llm.max_len,
             "settings": public(cfg),
             "strategies": list(plans),
-            "programs": {"ready": now.compilations, "to_compile": now.compiling},
+            "programs": now.programs,
             "weights": weights_info(thread.llm),
             "num_queued_reqs": now.waiting - sum(replica.waiting for replica in now.replicas),
             # One entry per replica, with SGLang's names.

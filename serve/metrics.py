@@ -77,6 +77,11 @@ class Snapshot:
     bucket: int = 0
     alarms: tuple[str, ...] = ()
 
+    @property
+    def programs(self) -> dict[str, int]:
+        """How many programs are ready and how many are left, for /health and /server_info."""
+        return {"ready": self.compilations, "to_compile": self.compiling}
+
 
 class Metrics(PrometheusCollector):
     """The counters of one server.

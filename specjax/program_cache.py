@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from pathlib import Path
 
 import jax
 
-from specjax.shipped import cache_dir
+from specjax.shipped import cache_dir, processor_features
 
 MOST_BYTES = 4 << 30  # the programs that were used longest ago are deleted beyond this size
 LEAST_SECONDS = 0.05  # compiling time below which a program is not kept
@@ -42,10 +41,5 @@ def keep_programs() -> None:
 
 def _processor() -> str:
     """A hash of what the processor can do."""
-    facts = [platform.machine(), platform.processor()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        facts += next(([line] for line in lines if line.startswith(("flags", "Features"))), [])
-    except OSError:
-        pass
+    facts = [platform.machine(), platform.processor(), processor_features()]
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=4).hexdigest()

@@ -1,10 +1,12 @@
-"""Finds files that specjax ships (configurations, tokenizers, shapes of models), and its cache."""
+"""Finds files that specjax ships, and the user's cache with what is made for this processor."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def find_shipped(name: str | Path) -> Path:
@@ -25,3 +27,13 @@ def cache_dir() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     except RuntimeError:  # no home directory is known
         return None
+
+
+def processor_features() -> str:
+    """Returns the names of the processor's features; empty where the system reports none."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return ""
+    of_one = (line for line in lines if line.startswith(("flags", "Features")))
+    return next(of_one, "").partition(":")[2]

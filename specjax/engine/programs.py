@@ -294,7 +294,7 @@ class Compiler:
                 self._waiting.move_to_end(future, last=False)
 
     def run(self, future: Future) -> None:
-        """Compiles a program in this thread, if none has begun; Ctrl-C cancels it."""
+        """Compiles a program in this thread, if no other has begun to."""
         with self._lock:
             build = self._waiting.pop(future, None)
         if build is not None and future.set_running_or_notify_cancel():

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from specjax import shipped
 from specjax.kernels.cpu import native
 
 TARGETS = {
@@ -38,7 +39,7 @@ def built_for(name: str):
             if not any(text in str(error) for text in UNKNOWN):
                 raise
             pytest.skip(f"the compiler does not know {name}: {error}")
-        if name == "x86-64-v4" and "avx512vl" not in native.CPUINFO.read_text().split():
+        if name == "x86-64-v4" and "avx512vl" not in shipped.CPUINFO.read_text().split():
             pytest.skip("this processor has no AVX-512")
         for constant, target in _registered(path).items():
             patch.setattr(native, constant, target)

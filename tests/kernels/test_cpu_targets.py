@@ -14,6 +14,7 @@ from cpu_targets import CACHE, TARGETS, built_for
 from test_cpu import normal
 from test_tpu import random_case
 
+from specjax import shipped
 from specjax.decode.tree import chain_bits
 from specjax.kernels import cpu
 from specjax.kernels.cpu import native
@@ -105,7 +106,7 @@ def plain_processor(unloaded, tmp_path):
 
     def start():
         (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse sse2 pni ssse3\n")
-        unloaded.setattr(native, "CPUINFO", tmp_path / "cpuinfo")
+        unloaded.setattr(shipped, "CPUINFO", tmp_path / "cpuinfo")
 
     if platform.machine() != "x86_64":
         pytest.skip("the targets are processors of x86")

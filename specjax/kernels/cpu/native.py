@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from specjax.shipped import cache_dir
+from specjax.shipped import cache_dir, processor_features
 
 SOURCE = Path(__file__).with_name("library.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
@@ -41,7 +41,6 @@ EXACT = (
 # There is no generic target: its kernels would be slower than XLA, which targets this processor.
 NATIVE = (("-march=native",), ("-mcpu=native",))
 TARGET_VARIABLE = "SPECJAX_CPU_TARGET"
-CPUINFO = Path("/proc/cpuinfo")
 # XLA's flag: with several simulated devices, each computes in its own single thread.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 SECONDS = 300  # time limit of the compiler
@@ -150,18 +149,8 @@ def _key(targets: Sequence[Sequence[str]]) -> str:
     parts = [*(path.read_text() for path in READ), str((FLAGS, targets, EXACT))]
     parts += [jaxlib.__version__, platform.machine(), os.environ.get("CXX", "")]
     if any("native" in flag for flags in targets for flag in flags):
-        parts += [platform.processor(), _features()]
+        parts += [platform.processor(), processor_features()]
     return _digest("\n".join(parts))
-
-
-def _features() -> str:
-    """Returns the names of the processor's features; empty where the system reports none."""
-    try:
-        lines = CPUINFO.read_text().splitlines()
-    except OSError:  # not Linux
-        return ""
-    of_one = (line for line in lines if line.startswith(("flags", "Features")))
-    return next(of_one, "").partition(":")[2]
 
 
 def _digest(text: str) -> str:
