@@ -257,7 +257,7 @@ class Trainer:
     def _compiling_line(self) -> str:
         """Writes the line before `warm_up`."""
         engines = [*self.engines, *self._plain_engines]
-        count = sum(engine.programs().count(self._features) for engine in engines)
+        count = sum(len(engine.programs(self._features)) for engine in engines)
         several = len(self._any_engine.runner.programs) > 1
         fewer = ", fewer in rollout.control.strategies" if several else ""
         return (
@@ -323,9 +323,8 @@ class Trainer:
                 engine.warm_rows = engine.batch
             return
         self._give_evaluation()
-        programs = [engine.programs() for engine in self.eval_engine.engines]
         if self.eval_engine.may_compile_behind:
-            self.eval_engine.compile_behind(programs, (features,))
+            self.eval_engine.compile_behind((features,))
         else:
             self.eval_engine.warm_up((features,), self.on_program)
         self.eval_engine.release()

@@ -17,7 +17,7 @@ from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Sample
-from specjax.engine.start_up import Programs, StartUp, compile_ahead, compile_behind
+from specjax.engine.start_up import StartUp, Wanted, compile_ahead, compile_behind
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
 
@@ -86,28 +86,26 @@ class BaseEngine:
         for engine in self.engines:
             if engine.scheduler.positions:
                 raise RuntimeError("warm_up would overwrite the caches of samples that run")
-        programs, measuring = [engine.programs() for engine in self.engines], 0.0
-        features = sorted(features, key=lambda wanted: wanted.size)
+        features, measuring = sorted(features, key=lambda wanted: wanted.size), 0.0
         if background and self.may_compile_behind:
-            first = [engine.first_programs() for engine in self.engines]
-            start_up = compile_ahead(first, features[-1:], on_program, run=False)
-            self.compile_behind(programs, features)
+            first = [(one.runner, one.first_programs(features[-1])) for one in self.engines]
+            start_up = compile_ahead(first, on_program, run=False)
+            self.compile_behind(features)
         else:
-            start_up = compile_ahead(programs, features, on_program)
-            for engine, needed in zip(self.engines, programs, strict=True):
-                measuring += engine.measure(needed, features[0])
+            start_up = compile_ahead(self._wanted(features), on_program)
+            measuring = sum(engine.measure(features[0], engine.batch) for engine in self.engines)
         start_up = dataclasses.replace(start_up, calibration_seconds=measuring)
         log.info("%s", start_up)
         return start_up
 
-    def compile_behind(self, programs: Sequence[Programs], features: Sequence[Features]) -> None:
-        """Has threads compile programs of each engine, measured once they are ready if need be."""
-        compile_behind(programs, features)
-        for engine, needed in zip(self.engines, programs, strict=True):
-            if engine.measures:
-                engine.to_measure = needed, features[0]
-            else:
-                engine.warm_rows = max(needed.strategies)
+    def compile_behind(self, features: Sequence[Features]) -> None:
+        """Has threads compile all programs, which are then measured if the controller needs it."""
+        compile_behind(self._wanted(features))
+        for engine in self.engines:
+            engine.measure_later(features[0], engine.batch)
+
+    def _wanted(self, features: Sequence[Features]) -> Wanted:
+        return [(engine.runner, engine.programs(features)) for engine in self.engines]
 
     @property
     def may_compile_behind(self) -> bool:

@@ -50,8 +50,7 @@ class Chunk:
       ends: the conditions under which it ends.
       rounds: the most rounds that it runs.
       max_tokens: the most tokens that it can emit for one sample.
-      stands_for: the program that is not ready, in whose place this one runs; None: it runs its
-        own.
+      stands_in: whether its program runs in place of another that is not ready.
 
       result: its result, on the device.
       version: version of the weights that it runs with.
@@ -73,7 +72,7 @@ class Chunk:
     ends: Until
     rounds: int
     max_tokens: int
-    stands_for: Choice | None = None
+    stands_in: bool = False
 
     result: Result | None = None
     version: int = 0
@@ -113,7 +112,7 @@ def next_chunk(
     controller: Controller,
     unfinished: Unfinished,
     others_wait: bool,
-    waits: Callable[[], bool],
+    choose: Callable[..., tuple],
 ) -> Chunk:
     """The next chunk of sequences that may run, at least one, in the order of their starts.
 
@@ -125,7 +124,8 @@ def next_chunk(
         were reserved.
       buckets: compiled batch sizes.
       others_wait: whether further sequences, not among `sequences`, wait for a row.
-      waits: function that returns whether the chunk waits for its own program, see `must_wait`.
+      choose: function that returns the key of the program to run, of its own and those of
+        others that may stand in, see `Engine._choose`.
     """
     # The host finds stop strings, so chunks of samples that have some are short.
     short = any(s.job.stop for s in sequences)
@@ -138,12 +138,10 @@ def next_chunk(
         strategy = controller.select(len(sequences), context)
         hint = controller.rounds_hint
     asked = choose_program(runner, buckets, unfinished, strategy, sequences)
-    choice, failed = asked, None
-    if not runner.is_ready(*asked) and not waits():
-        choice = stand_in(runner, asked, sequences)
-    while choice == asked != failed and not runner.executables.wait_for(runner.chunk_key(*asked)):
-        failed = asked  # the next one that is known takes its place
-        choice = asked = choose_program(runner, buckets, unfinished, strategy, sequences)
+    choices: dict[tuple, Choice] = {}
+    for choice in (asked, *stand_ins(runner, asked, sequences)):
+        choices.setdefault(runner.chunk_key(*choice), choice)
+    choice = choices[choose(*choices)]
     strategy, features, bucket = choice
     hint = hint if strategy == asked.strategy else None
     rounds = min(runner.rounds(strategy, length), runner.rounds(strategy, bucket))
@@ -152,12 +150,12 @@ def next_chunk(
         rounds = min(hint, rounds)
         ends = Until.of(rounds)
     else:
-        others = runner.buckets(strategy, features, soon=choice == asked)
-        smaller = (b for b in others if b < bucket)
-        ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
+        others = runner.chunks(strategy, features, soon=choice == asked)
+        smaller = max((b for b, _ in others if b < bucket), default=0)
+        ends = until(rounds, len(sequences), len(waiting), others_wait, smaller)
     tokens = rounds * (runner.plans[strategy].steps + 1)
-    standing = None if choice == asked else asked
-    return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens, standing)
+    stands_in = choice != asked
+    return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens, stands_in)
 
 
 def choose_program(
@@ -179,24 +177,21 @@ def choose_program(
       buckets: compiled batch sizes, ascending.
       sequences: sequences that the chunk runs.
     """
-    wanted = unfinished.features
+    wanted, here = unfinished.features, features_of(sequences)
     if runner.plan.invariant:
-        bucket, here = runner.batch, unfinished.seen.widened()
-    elif not any(b >= len(sequences) for b in runner.buckets(strategy, wanted, soon=True)):
+        known = runner.chunks(strategy, unfinished.seen.widened(), soon=True)
+        served = next((served for _, served in known), unfinished.seen.widened())
+        return Choice(strategy, served, runner.batch)
+    if not any(b >= len(sequences) for b, _ in runner.chunks(strategy, wanted, soon=True)):
         most = min(runner.batch, len(unfinished))
         return Choice(strategy, wanted.widened(), next(b for b in buckets if b >= most))
-    else:
-        here = features_of(sequences)
-        bucket = smallest(runner.buckets(strategy, here, soon=True), sequences)
-    return Choice(strategy, runner.covering(strategy, bucket, here, soon=True), bucket)
+    known = runner.chunks(strategy, here, soon=True)
+    bucket, served = next(chunk for chunk in known if chunk[0] >= len(sequences))
+    return Choice(strategy, served, bucket)
 
 
 def features_of(sequences: list[Sample]) -> Features:
     return functools.reduce(operator.or_, {sample.features for sample in sequences})
-
-
-def smallest(buckets: list[int], sequences: list[Sample]) -> int:
-    return min(bucket for bucket in buckets if bucket >= len(sequences))
 
 
 def must_wait(runner: Runner, unfinished: Unfinished, replicas: int) -> bool:
@@ -214,22 +209,22 @@ def must_wait(runner: Runner, unfinished: Unfinished, replicas: int) -> bool:
     )
 
 
-def stand_in(runner: Runner, asked: Choice, sequences: list[Sample]) -> Choice:
-    """The program that is ready and nearest to the one that is asked for.
+def stand_ins(runner: Runner, asked: Choice, sequences: list[Sample]) -> list[Choice]:
+    """The programs that may run in place of the one that is asked for, the nearest first.
 
-    It is one of more rows, or else of another strategy, with the number of steps that is nearest,
-    where tokens do not depend on the strategy. If there is none, it is the one that is asked for.
+    They have more rows, or else another strategy, with the number of steps that is nearest, where
+    tokens do not depend on the strategy.
     """
-    plans, here = runner.plans, features_of(sequences)
-    names = [asked.strategy]
+    plans, here, names = runner.plans, features_of(sequences), [asked.strategy]
     if not runner.longest.needs_q:  # else tokens depend on the strategy
         names = sorted(plans, key=lambda name: abs(plans[name].steps - plans[asked.strategy].steps))
         names = sorted(names, key=lambda name: name != asked.strategy)
-    for name in names:
-        if any(b >= len(sequences) for b in runner.buckets(name, here)):
-            bucket = smallest(runner.buckets(name, here), sequences)
-            return Choice(name, runner.covering(name, bucket, here), bucket)
-    return asked
+    return [
+        Choice(name, served, bucket)
+        for name in names
+        for bucket, served in runner.chunks(name, here, soon=True)
+        if bucket >= len(sequences)
+    ]
 
 
 def waiting_for_rows(

@@ -16,10 +16,10 @@ where a sequence runs, by which strategy, or how often it is interrupted.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
+import operator
 import time
 import weakref
 from collections.abc import Sequence
@@ -52,13 +52,7 @@ from specjax.engine.runner import (
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
 from specjax.engine.sequence import Finished, Sample, Unfinished, listed
 from specjax.engine.settings import EngineConfig
-from specjax.engine.start_up import (
-    Programs,
-    calibrate,
-    compile_ahead,
-    compile_behind,
-    run_once,
-)
+from specjax.engine.start_up import calibrate, compile_ahead, compile_behind, run_once
 from specjax.error_text import first_line
 from specjax.interfaces import FinishedSample
 from specjax.kernels.dispatch import device_of
@@ -110,7 +104,7 @@ class Engine(BaseEngine):
       replicas: number of replicas, which compile one after the other.
       warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
         not compiled and measured yet.
-      to_measure: programs that are to be measured with a set of features once they are compiled.
+      to_measure: features and largest bucket of chunks to measure, see `measure_later`.
       preemptions: number of samples that were preempted for lack of pages so far.
     """
 
@@ -153,7 +147,7 @@ class Engine(BaseEngine):
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
         self.warm_rows = batch if len(runner.plans) == 1 else 0
-        self.to_measure: tuple[Programs, Features] | None = None
+        self.to_measure: tuple[Features, int] | None = None
         # Threads hold the runner, and with it the weights, while programs wait for them.
         weakref.finalize(self, runner.executables.background.cancel)
         self._plain_seconds = 0.0  # duration of plain chunks since programs were compiled last
@@ -209,31 +203,53 @@ class Engine(BaseEngine):
 
     # --- before the first request ----------------------------------------------------------------
 
-    def programs(self) -> Programs:
-        """The programs that may be needed, without chunks that the controller never chooses."""
-        rows, strategies, smallest = {}, {}, 1
+    def programs(self, features: Sequence[Features], largest: int | None = None) -> list[tuple]:
+        """The keys of programs that may be needed, see `Executables`, in the order of compiling.
+
+        The smallest buckets come first, and of a bucket the strategies with the most steps.
+
+        Args:
+          features: sets of features, each of which gets programs for chunks, but for plain rounds:
+            these take no longer in a program that serves more options than they have.
+          largest: the bucket of the largest chunks; None: the last.
+        """
+        runner, keys = self.runner, [("place", size) for size in place_sizes(self.batch)]
+        for bucket, names in self.choices(largest or self.batch).items():
+            for name in names:
+                plain = runner.strategies[name].plan.tree is None
+                several = [functools.reduce(operator.or_, features)] if plain else features
+                keys += [runner.chunk_key(name, one, bucket) for one in several]
         for width in self.piece_widths:
             most = self._piece_rows(width)
-            several = [most] if self.runner.plan.invariant else sorted({1, min(FEW, most), most})
-            rows[width] = several
-        for bucket in self.buckets:
-            strategies[bucket] = [
-                name for name in self.runner.plans if self.controller.may_choose(name, smallest)
-            ]
-            smallest = bucket + 1
-        return Programs(self.runner, rows, strategies, place_sizes(self.batch))
+            several = [most] if runner.plan.invariant else sorted({1, min(FEW, most), most})
+            keys += [runner.piece_key(rows, width) for rows in several]
+        return list(dict.fromkeys(keys))
 
-    def first_programs(self) -> Programs:
+    def choices(self, largest: int) -> dict[int, list[str]]:
+        """The strategies that the controller may choose, those with the most steps first.
+
+        Returns:
+          them by bucket, of buckets up to `largest`.
+        """
+        plans, choices, smallest = self.runner.plans, {}, 1
+        longest_first = sorted(plans, key=lambda name: -plans[name].steps)
+        for bucket in (bucket for bucket in self.buckets if bucket <= largest):
+            may = functools.partial(self.controller.may_choose, batch_size=smallest)
+            choices[bucket] = list(filter(may, longest_first))
+            smallest = bucket + 1
+        return choices
+
+    def first_programs(self, features: Features) -> list[tuple]:
         """Programs by which all samples can be generated, if only slowly: one of each kind.
 
         Where others may stand in, pieces of prompts are short and read one by one.
         """
-        widths, strategy = self.piece_widths, self._controller_for(self.batch).active
-        if self.runner.plan.invariant or not self.config.stand_in:
-            rows = {widths[-1]: [self._piece_rows(widths[-1])]}
-        else:
-            rows = {next((w for w in widths if w >= FIRST_WIDTH), widths[-1]): [1]}
-        return Programs(self.runner, rows, {self.batch: [strategy]}, [place_size(self.batch, FEW)])
+        runner, widths = self.runner, self.piece_widths
+        width, rows = next((w for w in widths if w >= FIRST_WIDTH), widths[-1]), 1
+        if runner.plan.invariant or not self.config.stand_in:
+            width, rows = widths[-1], self._piece_rows(widths[-1])
+        chunk = runner.chunk_key(self._controller_for(self.batch).active, features, self.batch)
+        return [("place", place_size(self.batch, FEW)), chunk, runner.piece_key(rows, width)]
 
     def share_programs(self, other: Engine) -> bool:
         """Takes the compiled programs of another engine with the same draft source.
@@ -466,26 +482,24 @@ class Engine(BaseEngine):
         if not self._starts_plain:
             self.warm_up([features])
             return
-        programs, seconds = self.programs(), self._plain_compiling()
-        if not self.runner.executables.seconds or not self.unfinished:
+        seconds = self._plain_compiling()
+        if not seconds or not self.unfinished:
             return
         largest = next(bucket for bucket in self.buckets if bucket >= rows)
-        strategies = {b: names for b, names in programs.strategies.items() if b <= largest}
-        programs = dataclasses.replace(programs, rows={}, strategies=strategies)
-        programs = dataclasses.replace(programs, places=programs.compiled(features).places[:1])
-        units = MEASURING_COST * sum(map(len, strategies.values())) + sum(
-            PLAIN_COST if name == OFF else DRAFTING_COST
-            for name, bucket in programs.chunks
-            if bucket not in self.runner.buckets(name, features)
-        )
+        chunks = [key for key in self.programs([features], largest) if key[0] == "chunk"]
+        plain, ready = self.runner.strategies[OFF].name, self.runner.executables.by_key
+        missing = [key[1] for key in chunks if key not in ready]
+        units = sum(PLAIN_COST if name == plain else DRAFTING_COST for name in missing)
+        units += MEASURING_COST * sum(map(len, self.choices(largest).values()))
         if self._plain_seconds < seconds * units * self.replicas:
             return
         if not self.may_compile_behind:
             self._preempt_everything()
-            compile_ahead([programs], [features])
-            self.measure(programs, features)
+            compile_ahead([(self.runner, chunks)])
+            self.measure(features, largest)
         else:
-            self.compile_behind([programs], [features])
+            compile_behind([(self.runner, chunks)])
+            self.measure_later(features, largest)
         self._plain_seconds = 0.0
 
     def _plain_compiling(self) -> float:
@@ -494,8 +508,20 @@ class Engine(BaseEngine):
         timed = list(self.runner.executables.seconds.items())  # threads add to it
         return max([s for k, s in timed if k[0] != "chunk" or k[1] == plain], default=0.0)
 
+    def measure_later(self, features: Features, largest: int) -> None:
+        """Has chunks measured once they are compiled, if the controller needs their costs.
+
+        Args:
+          features: features of the chunks.
+          largest: the largest bucket.
+        """
+        if self.control is not None and self.control.controller == "goodput":
+            self.to_measure = features, largest
+        else:
+            self.warm_rows = largest
+
     def measure_if_due(self) -> None:
-        """Measures what `compile_behind` had compiled, once nothing runs or enough has run.
+        """Measures what was compiled for `measure_later`, once nothing runs or enough has run.
 
         Samples that run are then read again.
         """
@@ -503,23 +529,24 @@ class Engine(BaseEngine):
         runner.take_compiled()
         if self.to_measure is None or runner.executables.pending or runner.weights.policy is None:
             return
-        programs, features = self.to_measure
-        count = sum(map(len, programs.strategies.values()))
+        features, largest = self.to_measure
+        count = sum(map(len, self.choices(largest).values()))
         # Clocks of several hosts differ, and without plain decoding all wait for the controller.
         if self.unfinished and not runner.agreement.is_shared and OFF in runner.plans:
             if self._plain_seconds < self._plain_compiling() * MEASURING_COST * count:
                 return
         self._preempt_everything()
         runner.reset()
+        self._plain_seconds = 0.0
         try:
-            run_once(programs.compiled(features), [features])
-            seconds = self.measure(programs.compiled(features), features)
+            ready = runner.executables.by_key
+            run_once(runner, filter(ready.__contains__, self.programs([features], largest)))
+            seconds = self.measure(features, largest)
             log.info("measured %d programs in %.1f s", count, seconds)
         except jax.errors.JaxRuntimeError as error:
             log.warning("strategies could not be measured: %s", first_line(error))
-            self.to_measure = None
+            self.to_measure, self.warm_rows = None, largest
             self.reset()
-        self.warm_rows, self._plain_seconds = max(programs.strategies), 0.0
 
     def _preempt_everything(self) -> None:
         """Puts all samples back into the queue, and drops what was read."""
@@ -527,21 +554,25 @@ class Engine(BaseEngine):
         self._preempt_all()
         self.scheduler.forget_prompts()
 
-    @property
-    def measures(self) -> bool:
-        """Whether the controller needs the costs of strategies."""
-        return self.control is not None and self.control.controller == "goodput"
+    def measure(self, features: Features, largest: int) -> float:
+        """Gives the controller the costs of chunks, if it needs them; no samples run.
 
-    def measure(self, programs: Programs, features: Features) -> float:
-        """Gives the controller the costs of programs, if it needs them; no samples run.
+        Args:
+          features, largest: as in `measure_later`.
 
         Returns:
           the seconds that measuring took.
         """
         self.to_measure, seconds = None, 0.0
-        self.warm_rows = max(programs.strategies)
-        if self.measures:
-            costs, seconds = calibrate(programs, features)
+        self.measure_later(features, largest)
+        if self.to_measure is not None:
+            self.to_measure, self.warm_rows = None, largest
+            chunks = functools.partial(self.runner.chunks, features=features)
+            ready = {
+                bucket: [name for name in names if bucket in dict(chunks(name))]
+                for bucket, names in self.choices(largest).items()
+            }
+            costs, seconds = calibrate(self.runner, ready, features)
             self.controller.calibrated(costs)
         self.runner.agreement.settle()
         self.reset()
@@ -562,28 +593,38 @@ class Engine(BaseEngine):
         strategy = self._controller_for(min(len(first), self.batch)).active
         chunk = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         width = self._padded(len(first[0].job.prompt) - 1)
-        rows = {width: [self._piece_rows(width)]}
-        places = [place_size(self.batch, min(len(first), self._piece_rows(width)))]
-        programs = Programs(runner, rows, {chunk.bucket: [strategy]}, places)
+        rows = self._piece_rows(width)
+        keys = [
+            ("place", place_size(self.batch, min(len(first), rows))),
+            runner.chunk_key(*chunk),
+            runner.piece_key(rows, width),
+        ]
         compares = runner.executables.graphs.wanted
-        compile_ahead([programs], [chunk.features], run=False)
+        compile_ahead([(runner, keys)], run=False)
         if compares:
             self.reset()
 
-    def _ask_for(self, key: tuple, programs: Programs, features: Sequence[Features] = ()) -> None:
-        """Has a program compiled next, in whose place another one runs.
+    def _choose(self, asked: tuple, *others: tuple) -> tuple:
+        """The key of the program to run: the one asked for, or another while it is not ready.
+
+        Another runs where it may stand in, see `must_wait`, or where the one asked for fails.
 
         Args:
-          key: its key.
-          programs: it alone, for `features` if it runs chunks.
+          others: keys of programs that are compiled or being compiled, the nearest first.
         """
-        store = self.runner.executables
-        if key in store.failed:
-            return
-        if key not in store.pending:
-            compile_behind([programs], features)
-        if not store.in_order:
-            store.background.ask(store.pending[key])
+        store, chosen = self.runner.executables, None
+        if asked in store.by_key:
+            return asked
+        if not self._waits:
+            chosen = next((key for key in others if key in store.by_key), None)
+        if chosen is None:  # `wait_for` holds for one that is to be compiled now
+            chosen = next((key for key in (asked, *others) if store.wait_for(key)), asked)
+        if chosen != asked and asked not in store.failed:
+            if asked not in store.pending:
+                compile_behind([(self.runner, [asked])])
+            if not store.in_order:
+                store.background.ask(store.pending[asked])
+        return chosen
 
     @property
     def _rows_are_taken_over(self) -> bool:
@@ -667,12 +708,11 @@ class Engine(BaseEngine):
         runner, width = self.runner, self._piece_width(prompts[0])
         # The smallest compiled program that reads them. Where there is none, and in `invariant`
         # mode, where one program reads all prompts, it is that of the most rows.
-        rows = self._piece_rows(width)
-        if not runner.plan.invariant:
-            compiled = runner.executables.rows(width + runner.tail, soon=self._waits)
-            rows = min((count for count in compiled if count >= len(prompts)), default=rows)
-            if not runner.executables.wait_for(("prefill", (rows, width + runner.tail))):
-                rows = compiled[-1]
+        known = [rows for rows in self._compiled_rows(width, True) if rows >= len(prompts)]
+        most = self._piece_rows(width)
+        asked = most if runner.plan.invariant or not known else known[0]
+        keys = [runner.piece_key(count, width) for count in (asked, *known)]
+        _, (rows, _) = self._choose(*keys)
         counts = [min(width, prompt.left) for prompt in prompts]
         keep = list(map(self.scheduler.row_to_keep, prompts, counts))
         records = runner.prefill(piece_of(prompts, rows, width, runner, keep))
@@ -689,19 +729,21 @@ class Engine(BaseEngine):
         While no program that reads such pieces is ready, it is that of others which may begin where
         the prompt stands: the shortest that is long enough, or else the longest.
         """
-        runner, widths = self.runner, self.piece_widths
-        width = self._padded(prompt.left)
-        ready, rows = runner.executables.rows, self._piece_rows(width)
-        key = ("prefill", (rows, width + runner.tail))
+        runner, widths, left = self.runner, self.piece_widths, prompt.left
         size, end = runner.page_size, runner.page_size * runner.table_width
-        usual = (prompt.read - prompt.cached) % widths[-1] == 0  # else others stood in before
-        fits = [w for w in widths if prompt.read % min(size, w) == 0 and prompt.read + w <= end]
-        fits = sorted({*fits, width}) if usual else fits
-        begin = [w for w in fits if ready(w + runner.tail)]
-        if width in begin or (self._waits and runner.executables.wait_for(key)) or not begin:
-            return width if width in fits else fits[0]
-        self._ask_for(key, Programs(runner, rows={width: [rows]}))
-        return next((w for w in begin if w >= prompt.left), begin[-1])
+        fits = {w for w in widths if prompt.read % min(size, w) == 0 and prompt.read + w <= end}
+        if (prompt.read - prompt.cached) % widths[-1] == 0:  # else others stood in before
+            fits.add(self._padded(left))
+        width, *others = sorted(fits, key=lambda width: (width < left, abs(width - left)))
+        if self._compiled_rows(width):
+            return width
+        keys = [
+            runner.piece_key(rows, other)
+            for other in others
+            for rows in self._compiled_rows(other, True)
+        ]
+        _, (_, positions) = self._choose(runner.piece_key(self._piece_rows(width), width), *keys)
+        return positions - runner.tail
 
     def _padded(self, tokens: int) -> int:
         """The shortest width of a piece that holds so many tokens, or else the longest."""
@@ -709,11 +751,12 @@ class Engine(BaseEngine):
 
     def _ready_rows(self, width: int) -> int:
         """The most prompts of which a piece of this width is read at once by what is ready."""
-        compiled = self.runner.executables.rows(width + self.runner.tail)
-        most = self._piece_rows(width)
-        if not compiled or most in compiled or self._waits:
-            return most
-        return compiled[-1]
+        compiled, most = self._compiled_rows(width, self._waits), self._piece_rows(width)
+        return most if not compiled or most in compiled else compiled[-1]
+
+    def _compiled_rows(self, width: int, soon: bool = False) -> list[int]:
+        """The numbers of prompts of which pieces of this width can be read, see `Executables`."""
+        return self.runner.executables.rows(width + self.runner.tail, soon)
 
     @property
     def _waits(self) -> bool:
@@ -730,16 +773,14 @@ class Engine(BaseEngine):
     def _start(self) -> None:
         """Enqueues the start of all samples that can start."""
         starts, runner = self.scheduler.starts(), self.runner
-        store, sizes = runner.executables, place_sizes(runner.batch)
-        own = "place", next((size for size in sizes if size >= len(starts)), sizes[-1])
-        if own in store.pending or own in store.failed:
-            sizes = [size for size in sizes if ("place", size) in store.by_key] or sizes
-        most = sizes[-1]
-        for first in range(0, len(starts), most):
-            placed = starts[first : first + most]
+        sizes = place_sizes(runner.batch)
+        while starts:
+            asked = next((size for size in sizes if size >= len(starts)), sizes[-1])
+            ready = [key for key in runner.executables.by_key if key[0] == "place"]
+            _, size = self._choose(("place", asked), *sorted(ready, reverse=True))
+            placed, starts = starts[:size], starts[size:]
             for start in placed:
                 self._ended.pop(start.sequence.slot, None)
-            size = next(size for size in sizes if size >= len(placed))
             runner.place(admission_of(placed, size, runner))
 
     def _enqueue(self) -> bool:
@@ -758,12 +799,8 @@ class Engine(BaseEngine):
             self._controller_for(min(len(samples), self.batch)),
             self.unfinished,
             self.scheduler.has_waiting or self.others_wait or self.config.follow_ups,
-            lambda: self._waits,
+            self._choose,
         )
-        if chunk.stands_for is not None:
-            strategy, features, bucket = chunk.stands_for
-            own = Programs(runner, strategies={bucket: [strategy]})
-            self._ask_for(runner.chunk_key(*chunk.stands_for), own, [features])
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from("siblings") else []
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
@@ -815,8 +852,7 @@ class Engine(BaseEngine):
                 self._finish(sample, output)
         self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
-            stands_in = chunk.stands_for is not None
-            self.watcher.chunk(*self.latest, int(result.rounds), stands_in)
+            self.watcher.chunk(*self.latest, int(result.rounds), chunk.stands_in)
         self._observe(chunk, result, seconds, ended, catch_up, context)
         if rejections is not None:
             self.telemetry.add(_rejections_until(rejections, ends), infos)
@@ -838,7 +874,7 @@ class Engine(BaseEngine):
           context: tokens in the caches of all slots, summed over the rounds in which they ran.
         """
         rounds, sequences = int(result.rounds), chunk.sequences
-        if chunk.stands_for is not None or self.runner.executables.pending:
+        if chunk.stands_in or self.runner.executables.pending:
             seconds = math.nan  # they are not those of the strategy alone
         accepted = result.report.accepted[:rounds]
         if self.runner.plans[chunk.strategy].tree is None:

@@ -163,21 +163,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
 
 # --- compiling ------------------------------------------------------------------------------------
 
-_of_thread = threading.local()  # has `saved`, see `_saved_seconds`
-
-
-def _count_saved_seconds(event: str, seconds: float, **_: object) -> None:
-    if event.endswith("/compile_time_saved_sec"):  # JAX keeps whole seconds, rounded down
-        _of_thread.saved = _saved_seconds() + max(seconds, 0.0) + 1.0
-
-
-def _saved_seconds() -> float:
-    """The seconds of compiling that JAX's cache directory has saved on this thread."""
-    return getattr(_of_thread, "saved", 0.0)
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_saved_seconds)
-
 
 class CompileProgress:
     """An `OnProgram` that says how many programs are ready, if compiling takes long.
@@ -378,8 +363,7 @@ class Executables:
       graphs: whether chunks are CUDA graphs.
       verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
-      seconds: time that compiling each program took, or would have taken if the cache directory
-        had not had it.
+      seconds: time that compiling each program took.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
@@ -439,9 +423,9 @@ class Executables:
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
         def build() -> Callable:
-            began, saved = time.perf_counter(), _saved_seconds()
+            began = time.perf_counter()
             built = self.build(key, lower, donate)
-            self.seconds[key] = time.perf_counter() - began + _saved_seconds() - saved
+            self.seconds[key] = time.perf_counter() - began
             return built
 
         # A program that fails the second time, while a call needs it, fails the call.
@@ -533,7 +517,7 @@ class Executables:
             self._compiler = None
 
     def rows(self, positions: int, soon: bool = False) -> list[int]:
-        """The number of prompts of each compiled prefill of pieces of so many positions.
+        """The number of prompts of each compiled prefill of pieces of so many positions, ascending.
 
         Args:
           soon: whether to list those that are being compiled, too.
@@ -541,31 +525,26 @@ class Executables:
         keys = self._known(soon)
         return sorted(key[1][0] for key in keys if key[0] == "prefill" and key[1][1] == positions)
 
+    def chunks(
+        self, program: str, features: Features, soon: bool = False
+    ) -> list[tuple[int, Features]]:
+        """Bucket and features of each compiled chunk of a program that serves some features.
+
+        The smallest buckets come first, and of a bucket the fewest features.
+
+        Args:
+          soon: as in `rows`.
+        """
+        keys = (key[2:] for key in self._known(soon) if key[:2] == ("chunk", program))
+        return sorted((key for key in keys if key[1].covers(features)), key=_size_of)
+
     def _known(self, soon: bool) -> list[tuple]:
         return [*self.by_key, *(self.pending if soon else ())]
 
-    def buckets(self, program: str, features: Features, soon: bool = False) -> list[int]:
-        """The buckets, ascending, of compiled chunks of a program that serve some features.
 
-        Args:
-          soon: as in `rows`.
-        """
-        chunks = [key for key in self._known(soon) if key[:2] == ("chunk", program)]
-        return sorted({bucket for _, _, bucket, its in chunks if its.covers(features)})
-
-    def covering(
-        self, program: str, bucket: int, features: Features, soon: bool = False
-    ) -> Features:
-        """The features of the smallest compiled program that covers `features`.
-
-        If none of this name and bucket covers them, it returns `features`.
-
-        Args:
-          soon: as in `rows`.
-        """
-        known = [k[3] for k in self._known(soon) if k[:3] == ("chunk", program, bucket)]
-        known = [served for served in known if served.covers(features)]
-        return min(known, key=lambda served: served.size, default=features)
+def _size_of(chunk: tuple[int, Features]) -> tuple[int, int]:
+    bucket, features = chunk
+    return bucket, features.size
 
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:

@@ -280,31 +280,30 @@ class Runner:
         """The most tokens that one row can emit in a chunk of `rows` rows."""
         return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
 
-    def buckets(self, strategy: str, features: Features, soon: bool = False) -> list[int]:
-        """The buckets, ascending, of compiled programs that serve this strategy and features.
+    def chunks(
+        self, strategy: str, features: Features, soon: bool = False
+    ) -> list[tuple[int, Features]]:
+        """Bucket and features of each compiled program that serves this strategy and features.
+
+        The smallest buckets come first, and of a bucket the fewest features.
 
         Args:
           soon: whether to list those that are being compiled, too.
         """
-        return self.executables.buckets(self.strategies[strategy].name, features, soon)
+        return self.executables.chunks(self.strategies[strategy].name, features, soon)
 
     def chunk_key(self, strategy: str, features: Features, bucket: int) -> tuple:
         """The key of the program of chunks, see `Executables`."""
         return "chunk", self.strategies[strategy].name, bucket, features
 
-    def is_ready(self, strategy: str, features: Features, bucket: int) -> bool:
-        return self.chunk_key(strategy, features, bucket) in self.executables.by_key
+    def piece_key(self, rows: int, width: int) -> tuple:
+        """The key of the program that reads pieces of `width` positions of so many prompts."""
+        return "prefill", (rows, width + self.tail)
 
-    def covering(
-        self, strategy: str, bucket: int, features: Features, soon: bool = False
-    ) -> Features:
-        """The features of the smallest compiled program that serves `features`, or these.
-
-        Args:
-          soon: as in `buckets`.
-        """
-        name = self.strategies[strategy].name
-        return self.executables.covering(name, bucket, features, soon)
+    def covering(self, strategy: str, bucket: int, features: Features) -> Features:
+        """The features of the smallest compiled program that serves `features`, or these."""
+        known = self.chunks(strategy, features)
+        return next((served for size, served in known if size == bucket), features)
 
     def take_compiled(self) -> None:
         """Takes programs that threads have compiled."""

@@ -13,10 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
@@ -36,6 +35,8 @@ from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
 
+# Engines' runners, each with the keys of programs to compile.
+Wanted = Sequence[tuple[Runner, Sequence[tuple]]]
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
 POLL_SECONDS = 1.0  # the caller is told at least this often how many programs are ready
@@ -78,96 +79,35 @@ class StartUp:
         return text
 
 
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The programs that an engine may need, for any features.
+def start(runner: Runner, key: tuple) -> Result | None:
+    """Enqueues a program, over artificial sequences.
 
-    Attributes:
-      runner: runner of the engine.
-      rows: numbers of prompts that are read at once, by width of their pieces.
-      strategies: strategies that chunks may run, by bucket.
-      places: numbers of sequences that are started at once.
+    Args:
+      key: its key, see `Executables`.
+
+    Returns:
+      its result for the host; None: it has none.
     """
-
-    runner: Runner
-    rows: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
-    strategies: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)
-    places: Sequence[int] = ()
-
-    @property
-    def chunks(self) -> list[tuple[str, int]]:
-        """A strategy and a bucket for each program that runs chunks.
-
-        The smallest buckets come first, and of a bucket the strategies with the most steps.
-        """
-        plans, names = self.runner.plans, self.runner.strategies
-        longest_first = sorted(plans, key=lambda name: -plans[name].steps)
-        chunks: dict[tuple[str, int], tuple[str, int]] = {}
-        for bucket, strategies in self.strategies.items():
-            for strategy in filter(strategies.__contains__, longest_first):
-                chunks.setdefault((names[strategy].name, bucket), (strategy, bucket))
-        return list(chunks.values())
-
-    def count(self, features: Sequence[Features]) -> int:
-        """The number of programs that `start` enqueues."""
-        reads = sum(map(len, self.rows.values()))
-        chunks = sum(len(self.features(strategy, features)) for strategy, _ in self.chunks)
-        return reads + len(self.places) + chunks
-
-    def features(self, strategy: str, features: Sequence[Features]) -> Sequence[Features]:
-        """The sets of features of which a strategy has programs, the smallest set first.
-
-        Plain rounds take no longer in a program that serves more options than they have.
-        """
-        if self.runner.strategies[strategy].plan.tree is None:
-            return [functools.reduce(operator.or_, features)]
-        return features
-
-    def compiled(self, features: Features) -> Programs:
-        """Those whose programs are ready, with chunks for `features`."""
-        runner, by_key = self.runner, self.runner.executables.by_key
-        rows = {
-            width: [n for n in sizes if ("prefill", (n, width + runner.tail)) in by_key]
-            for width, sizes in self.rows.items()
-        }
-        strategies = {
-            bucket: [n for n in names if bucket in runner.buckets(n, features)]
-            for bucket, names in self.strategies.items()
-        }
-        places = [count for count in self.places if ("place", count) in by_key]
-        strategies = {bucket: names for bucket, names in strategies.items() if names}
-        return Programs(runner, rows, strategies, places)
-
-    def start(self, features: Sequence[Features]) -> Iterator[Result | None]:
-        """Enqueues every program: place by size, chunks by strategy and bucket, prefill by width.
-
-        Those that take longest to compile come early, so that the last ones are soon ready.
-
-        Yields:
-          the result of each program for the host; None: it has none.
-        """
-        runner = self.runner
-        for count in self.places:
-            yield _place(runner, 1, 1, count)
-        for strategy, bucket in self.chunks:
-            for wanted in self.features(strategy, features):
-                if not runner.executables.is_ahead:  # what is compiled may serve more
-                    wanted = runner.covering(strategy, bucket, wanted)
-                if self.places:  # a prefix is in the caches
-                    _place(runner, 1, _context(runner), self.places[0])
-                yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
-        for width, sizes in self.rows.items():
-            for rows in sizes:
-                yield runner.prefill(piece_of([], rows, width, runner))
+    kind, first, *rest = key
+    if kind == "place":
+        return _place(runner, 1, 1, first)
+    if kind == "prefill":
+        rows, positions = first
+        return runner.prefill(piece_of([], rows, positions - runner.tail, runner))
+    bucket, features = rest
+    sizes = [key[1] for key in runner.executables.by_key if key[0] == "place"]
+    if sizes and not runner.executables.is_ahead:  # a prefix is in the caches
+        _place(runner, 1, _context(runner), min(sizes))
+    return _start_chunk(runner, strategy_of(runner, first), features, bucket, rounds=1)
 
 
-def compile_ahead(
-    engines: Sequence[Programs],
-    features: Sequence[Features],
-    on_program: OnProgram | None = None,
-    run: bool = True,
-) -> StartUp:
-    """Compiles every program of several engines concurrently, and runs each once.
+def strategy_of(runner: Runner, program: str) -> str:
+    """A strategy whose chunks a program runs."""
+    return next(name for name, its in runner.strategies.items() if its.name == program)
+
+
+def compile_ahead(wanted: Wanted, on_program: OnProgram | None = None, run: bool = True) -> StartUp:
+    """Compiles programs of several engines concurrently, and runs each once.
 
     Replicas have equal programs, but JAX cannot load a program on other devices than those that it
     was compiled for. (On GPUs a cache directory has it.) Each program runs once, with a prefix in
@@ -175,8 +115,7 @@ def compile_ahead(
     be as slow later.
 
     Args:
-      engines: programs of each engine.
-      features: sets of features, each of which gets programs for chunks.
+      wanted: the programs.
       on_program: function called at the beginning, after each program and every few seconds with
         the number of programs that are ready and of all; None: a warning is logged if it takes
         long.
@@ -184,9 +123,9 @@ def compile_ahead(
         graphs, which are compared.
     """
     started, tell = time.perf_counter(), on_program or CompileProgress()
-    runners = [programs.runner for programs in engines]
+    runners = [runner for runner, _ in wanted]
     built = sum(runner.compilations for runner in runners)
-    done, total = 0, sum(programs.count(features) for programs in engines)
+    done, total = 0, sum(len(keys) for _, keys in wanted)
 
     def ready(count: int) -> None:
         nonlocal done
@@ -198,9 +137,9 @@ def compile_ahead(
     begins_with_graphs = graphs.wanted
     try:
         if graphs.wanted:
-            check_graphs(engines[0], features)
+            check_graphs(*wanted[0])
         if graphs.wanted == begins_with_graphs:
-            _build(engines, features, ready, run)
+            _build(wanted, ready, run)
     except jax.errors.JaxRuntimeError as error:
         if not graphs.wanted:
             raise
@@ -208,7 +147,7 @@ def compile_ahead(
     if graphs.wanted != begins_with_graphs:
         for runner in runners:
             runner.executables.drop_graphs()
-        _build(engines, features, run=run)
+        _build(wanted, run=run)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     return StartUp(
@@ -218,38 +157,34 @@ def compile_ahead(
     )
 
 
-def _build(
-    engines: Sequence[Programs],
-    features: Sequence[Features],
-    ready: OnReady = lambda count: None,
-    run: bool = True,
-) -> None:
+def _build(wanted: Wanted, ready: OnReady = lambda count: None, run: bool = True) -> None:
     """Compiles the programs of engines that are not compiled yet, and runs all once.
 
-    Compilers run on threads, in the order in which the programs are started.
+    Compilers run on threads, in the order of the programs.
 
     Args:
       ready: function called with the number of programs that became ready.
       run: see `compile_ahead`.
     """
-    executables = [programs.runner.executables for programs in engines]
+    runners = [runner for runner, _ in wanted]
+    executables = [runner.executables for runner in runners]
     compiler = Compiler(min(store.threads for store in executables))
     try:
-        for programs, store in zip(engines, executables, strict=True):
-            if run or programs.runner.state is None:
-                programs.runner.reset()
+        for (runner, keys), store in zip(wanted, executables, strict=True):
+            if run or runner.state is None:
+                runner.reset()
             store.failed.clear()
             known = len(store.pending)
             with store.ahead(compiler):
-                for _ in programs.start(features):
-                    pass
-            ready(programs.count(features) - len(store.pending) + known)  # compiled before
+                for key in keys:
+                    start(runner, key)
+            ready(len(keys) - len(store.pending) + known)  # compiled before
         while pending := [f for store in executables for f in store.pending.values()]:
             wait(pending, POLL_SECONDS, FIRST_COMPLETED)
             for count in [1] * sum(store.collect() for store in executables) or [0]:
                 ready(count)
-            for programs, store in zip(engines, executables, strict=True):
-                for programs.runner.latest, error in store.failed.items():
+            for runner, store in zip(runners, executables, strict=True):
+                for runner.latest, error in store.failed.items():
                     raise error
     except BaseException:
         for store in executables:  # some were to become graphs
@@ -258,62 +193,61 @@ def _build(
     finally:
         # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
         compiler.cancel()
-    for programs in engines if run else ():
-        run_once(programs, features)
+    for runner, keys in wanted if run else ():
+        run_once(runner, keys)
 
 
-def run_once(programs: Programs, features: Sequence[Features]) -> None:
+def run_once(runner: Runner, keys: Iterable[tuple]) -> None:
     """Runs programs in a state that is of no use afterwards."""
-    runner = programs.runner
-    for result in programs.start(features):
+    for key in keys:
         # Errors show here, while `latest` is the program that failed.
-        jax.block_until_ready((result, runner.state, runner.kept))
+        jax.block_until_ready((start(runner, key), runner.state, runner.kept))
 
 
-def compile_behind(engines: Sequence[Programs], features: Sequence[Features]) -> None:
+def compile_behind(wanted: Wanted) -> None:
     """Has threads compile programs while engines serve requests, those of all engines in turns."""
     with contextlib.ExitStack() as stack:
-        for programs in engines:
-            store = programs.runner.executables
-            if programs.runner.state is None:
-                programs.runner.reset()
-            stack.enter_context(store.ahead(store.background))
-        for _ in itertools.zip_longest(*(programs.start(features) for programs in engines)):
-            pass
+        for runner, _ in wanted:
+            if runner.state is None:
+                runner.reset()
+            stack.enter_context(runner.executables.ahead(runner.executables.background))
+        for keys in itertools.zip_longest(*(keys for _, keys in wanted)):
+            for (runner, _), key in zip(wanted, keys, strict=True):
+                if key is not None:
+                    start(runner, key)
 
 
 # --- comparing ------------------------------------------------------------------------------------
 
 
-def check_graphs(programs: Programs, features: Sequence[Features]) -> None:
+def check_graphs(runner: Runner, keys: Sequence[tuple]) -> None:
     """Turns graphs off where they give other results; overwrites the state.
 
     It compares the program of the smallest bucket of each strategy, for each set of features. That
     a graph is right is kept for later starts.
 
+    Args:
+      keys: keys of programs, those of the smallest buckets first.
+
     Raises:
       JaxRuntimeError: a program cannot be compiled or run.
     """
-    runner, executables = programs.runner, programs.runner.executables
-    first: dict[str, tuple[str, int]] = {}
-    for strategy, bucket in programs.chunks:  # the smallest buckets come first
-        first.setdefault(runner.strategies[strategy].name, (strategy, bucket))
-    buckets: dict[int, list[str]] = {}
-    for strategy, bucket in first.values():
-        buckets.setdefault(bucket, []).append(strategy)
-    smallest = Programs(runner, strategies=buckets)
-    _build([smallest], features)
+    executables, chunks = runner.executables, [key for key in keys if key[0] == "chunk"]
+    first = {key[1]: key[2] for key in reversed(chunks)}
+    smallest = [(runner, [key for key in chunks if first[key[1]] == key[2]])]
+    _build(smallest)
     compared = [key for key, verdict in executables.verdicts.items() if not verdict.is_right]
     if not compared:
         return
     built = {key: executables.by_key.pop(key) for key in compared}
     executables.graphs.wanted = False
-    _build([smallest], features)  # as plain programs
+    _build(smallest)  # as plain programs
     executables.graphs.wanted = True
     for key, graph in built.items():
-        expected = run_chunks(runner, *first[key[1]], key[3])
+        strategy = strategy_of(runner, key[1])
+        expected = run_chunks(runner, strategy, *key[2:])
         executables.by_key[key] = graph
-        if reason := _difference(expected, run_chunks(runner, *first[key[1]], key[3])):
+        if reason := _difference(expected, run_chunks(runner, strategy, *key[2:])):
             executables.graphs.stop(f"{described(key)} {reason}")
             return
         executables.verdicts[key].keep()
@@ -374,8 +308,10 @@ def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]:
-    """Measures the seconds per round of every strategy at every bucket.
+def calibrate(
+    runner: Runner, strategies: Mapping[int, Sequence[str]], features: Features
+) -> tuple[CostTable, float]:
+    """Measures the seconds per round of strategies at every bucket.
 
     A chunk without rounds gives the time that a chunk takes beside its rounds. The first round of a
     strategy gives the number of rounds of its measurements; it is a measurement itself only if it
@@ -387,11 +323,13 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     kernel reads their pages, whatever these hold. Engines whose sequences are short, or have few
     pages, do without.
 
+    Args:
+      strategies: the strategies to measure, by bucket, of which programs for `features` are ready.
+
     Returns:
       the table, and the seconds that measuring took.
     """
-    runner, started = programs.runner, time.perf_counter()
-    largest = max(programs.strategies)
+    started, largest = time.perf_counter(), max(strategies)
     short, long = _contexts(runner, largest)
     beside: dict[int, float] = {}
 
@@ -429,17 +367,17 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         ]
 
     least: dict[tuple[str, int], float] = {}
-    for bucket, names in programs.strategies.items():
+    for bucket, names in strategies.items():
         beside[bucket] = statistics.median(
             min(next(timed(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
             for name in names
         )
         # Anything else that the machine does adds to a time, and never takes from it.
         least |= {(n, bucket): min(measured(n, bucket, short), default=None) for n in names}
-    slope, first = 0.0, programs.strategies[largest][0]
+    slope, first = 0.0, strategies[largest][0]
     if long is not None and (seconds := measured(first, largest, long)) and least[first, largest]:
         slope = max(min(seconds) - least[first, largest], 0.0) / (largest * (long - short))
-    buckets = sorted(programs.strategies)
+    buckets = sorted(strategies)
     costs = {name: [least.get((name, b)) for b in buckets] for name in runner.plans}
     table = CostTable(buckets, costs, [beside[b] for b in buckets], slope, short)
     return table, time.perf_counter() - started

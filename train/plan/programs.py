@@ -24,6 +24,7 @@ from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.programs import NotCompiled
 from specjax.engine.sources import Drafting, load_head, source_of, trains
+from specjax.engine.start_up import start
 from specjax.hub import find_model
 from specjax.interfaces import Axes, Denominators, Draft
 from specjax.models.rows import param_axes
@@ -367,7 +368,8 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
         return NotCompiled(donate)
 
     runner.executables.build = build
-    for _ in engine.programs().start((features,)):
+    for program in engine.programs((features,)):
+        start(runner, program)
         while found:
             key, lower = found.pop(0)
             inputs, kind = (runner.state, runner.kept), key[0]
