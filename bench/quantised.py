@@ -22,8 +22,8 @@ below, and ARM POLICY/DRAFTER/STRATEGY/temperature_T:
     difference/accept_length/MODEL/ARM/OTHER        from that of policy OTHER with `head`
     samples_different/MODEL/POLICY/temperature_T
     cause_NAME/MODEL/full/head/4_1_5/top_p_0.9      share of rejections at temperature 1, see
-                                    `specjax.telemetry.collector.CAUSES`; of all arms, which have no
-                                    filter, the cause is that draft and policy disagree
+                                    `specjax.telemetry.CAUSES`; of all arms, which have no filter,
+                                    the cause is that draft and policy disagree
 
 Intervals are 95%, bootstrap over prompts, of differences with the same draws for both; counts,
 bytes and causes have none.

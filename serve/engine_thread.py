@@ -30,8 +30,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.engine.sequence import News, Sample
-from specjax.telemetry import Collector
-from specjax.telemetry.collector import CAUSES
+from specjax.telemetry import CAUSES, Collector
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

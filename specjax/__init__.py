@@ -24,15 +24,10 @@ __all__ = [
 ]
 # Each is imported when it is asked for: the engine needs jax and the tokenizer library, which
 # configuration alone should not, and a program can import `specjax.interrupts` before all of it.
-_HOMES = {
+_HOMES = dict.fromkeys(__all__, "specjax.config") | {
     "LLM": "specjax.engine.llm",
     "ControlConfig": "specjax.control",
     "EngineConfig": "specjax.engine.settings",
-    "ModelConfig": "specjax.config",
-    "RunConfig": "specjax.config",
-    "SamplingParams": "specjax.config",
-    "SpecConfig": "specjax.config",
-    "Strategy": "specjax.config",
 }
 
 

@@ -86,12 +86,12 @@ class Keys:
     """
 
     def __init__(self, file: Path, raw: Mapping[str, Any], inside: str = ""):
-        self.file, self.raw, self._inside = file, raw, inside
+        self.file, self.raw, self.inside = file, raw, inside
         self.asked: set[str] = set()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
         """The object with values for keys that it lacks; what is asked for counts for both."""
-        keys = Keys(self.file, {**defaults, **self.raw}, self._inside)
+        keys = Keys(self.file, {**defaults, **self.raw}, self.inside)
         keys.asked = self.asked
         return keys
 
@@ -135,21 +135,19 @@ class Keys:
 
     def texts(self, name: str) -> list[str]:
         """A list of strings; empty if the key is absent or null."""
-
-        def valid(value: Any) -> bool:
-            return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-        return self._checked(name, None, valid, "a list of strings") or []
+        return self._list(name, str, "a list of strings")
 
     def numbers(self, name: str) -> list[float]:
         """A list of numbers; empty if the key is absent or null."""
+        return self._list(name, (int, float), "a list of numbers")
 
+    def _list(self, name: str, kind: Any, expected: str) -> list:
         def valid(value: Any) -> bool:
             return isinstance(value, list) and all(
-                _is_integer(item) or isinstance(item, float) for item in value
+                isinstance(item, kind) and not isinstance(item, bool) for item in value
             )
 
-        return self._checked(name, None, valid, "a list of numbers") or []
+        return self._checked(name, None, valid, expected) or []
 
     def within(self, name: str) -> Keys:
         """A nested object; empty if the key is absent or null."""
@@ -188,13 +186,8 @@ class Keys:
             raise self.error(name, expected)
         return self.raw[name]
 
-    @property
-    def label(self) -> str:
-        """The key of the object in its file."""
-        return self._inside
-
     def _label(self, name: str) -> str:
-        return f"{self._inside}.{name}" if self._inside else name
+        return f"{self.inside}.{name}" if self.inside else name
 
 
 def _is_integer(value: Any) -> bool:

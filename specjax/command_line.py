@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from specjax import settings
@@ -37,6 +37,7 @@ from specjax.spelling import nearest, nearest_key
 T = TypeVar("T")
 Pairs = list[tuple[str, str | list[str]]]  # name and text of settings; several words are a list
 _NAME = re.compile(r"[a-z][\w.-]*")  # of what may be a key: `17+25=` is a word
+_structured = functools.cache(OmegaConf.structured)  # what it returns is slow to make
 
 
 @dataclasses.dataclass
@@ -165,7 +166,8 @@ def _split(argv: Sequence[str], keys: Mapping[str, Key], word_keys: Sequence[str
         elif key is None and denied is not None and denied.kinds == [bool]:
             name, text = denied.name, "false"
         elif key is None or key.kinds == [bool]:  # an unknown one may be a switch
-            is_value = may_follow and "=" not in rest[0] if key is None else rest[:1] in _BOOLS
+            bools = ["true"], ["false"], ["True"], ["False"]
+            is_value = may_follow and "=" not in rest[0] if key is None else rest[:1] in bools
             text = rest.pop(0) if is_value else "true"
         elif may_follow:
             text = rest.pop(0)
@@ -185,9 +187,6 @@ def _split(argv: Sequence[str], keys: Mapping[str, Key], word_keys: Sequence[str
         hint = f"{words[0]}=VALUE sets it" if words[0] in keys else "a setting is key=value"
         raise ConfigError(f"expected key=value, got {words[0]!r}; {hint}")
     return pairs
-
-
-_BOOLS = (["true"], ["false"], ["True"], ["False"])
 
 
 def _read_all(pairs: Pairs, keys: Mapping[str, Key], aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -406,11 +405,6 @@ class _Layers:
             return set()  # without the command line it is no whole configuration
 
 
-@functools.cache
-def _structured(schema: type) -> DictConfig:
-    return OmegaConf.structured(schema)  # slow to make
-
-
 def _choice(
     schema: type, section: str, choose: Callable, file: Mapping[str, Any], pairs: Pairs
 ) -> tuple[type, dict[str, Any]]:
@@ -487,7 +481,7 @@ def _make(
       ConfigError: a dataclass refuses its values; the section is in front of its message.
     """
     made = dict(values)
-    for key in settings.all_keys(cls, chosen):
+    for key in settings.all_keys(cls, tuple(chosen.items())):
         value, place = values.get(key.name), f"{prefix}{key.name}."
         if key.section is not None and value is not None:
             made[key.name] = _make(key.section, value, {}, place)

@@ -23,7 +23,6 @@ L layers, K key and value heads, H head size, P pages of a pool, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,8 +55,6 @@ class KVCache(NamedTuple):
 
 def empty(cfg: ModelConfig, room: Room) -> Memory:
     """Makes the memory of a model, as it is before the first token of every sequence."""
-    if not cfg.run.scan_layers:
-        return _of_all(layer.mixer.empty(cfg.run, room) for layer in cfg.layers)
 
     def stacked(stack: Stack) -> Memory:
         one, repeats = stack.layer.mixer.empty(cfg.run, room), len(stack.numbers)
@@ -66,12 +63,10 @@ def empty(cfg: ModelConfig, room: Room) -> Memory:
             jax.tree.map(lambda a: jnp.repeat(a[:, None], repeats, axis=1), one.slots),
         )
 
-    return _of_all(map(stacked, stacks(cfg.layers)))
-
-
-def _of_all(layers: Iterable[Memory]) -> Memory:
-    pages, slots = zip(*layers, strict=True)
-    return Memory(pages, slots)
+    layers = (layer.mixer.empty(cfg.run, room) for layer in cfg.layers)
+    if cfg.run.scan_layers:
+        layers = map(stacked, stacks(cfg.layers))
+    return Memory(*zip(*layers, strict=True))
 
 
 def empty_slots(cfg: ModelConfig, count: int) -> tuple:
@@ -184,16 +179,7 @@ def put_slots(slots: Any, index: Int[Array, " some"], new: Any) -> Any:
 
 def choose_slots(first: Bool[Array, " some"], slots: Any, others: Any) -> Any:
     """Chooses `slots` where `first` is set, and `others` elsewhere."""
-
-    def one(x, y):
-        return jnp.where(expanded(first, x), x, y)
-
-    return jax.tree.map(one, slots, others)
-
-
-def page_size(pages: Any) -> int:
-    """Returns the number of positions of a page; 0 where there are no pages."""
-    return next((x.shape[-2] for x in jax.tree.leaves(pages)), 0)
+    return jax.tree.map(lambda x, y: jnp.where(expanded(first, x), x, y), slots, others)
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -204,9 +190,7 @@ def take_rows(rows: Any, index: Int[Array, "B R"]) -> Any:
 
     def pick(x):
         picks = index[:, None, :, None]
-        if x.ndim == 5:
-            picks = picks[None]
-        return take_along(x, picks, axis=-2)
+        return take_along(x, picks[None] if x.ndim == 5 else picks, axis=-2)
 
     return jax.tree.map(pick, rows)
 

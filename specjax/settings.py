@@ -190,17 +190,13 @@ def keys_of(schema: Any, chosen: Mapping[str, type] | None = None) -> tuple[Key,
         fields = [field for field in dataclasses.fields(cls) if field.metadata.get("choose")]
         chosen = {field.name: type(getattr(schema, field.name)) for field in fields}
     unread = getattr(cls, "unread", {})
-    keys = all_keys(cls, chosen or {})
+    keys = all_keys(cls, tuple((chosen or {}).items()))
     return tuple(key for key in keys if not any(within(key.name, name) for name in unread))
 
 
-def all_keys(cls: type, chosen: Mapping[str, type]) -> tuple[Key, ...]:
-    """The keys of a class, those included that its program does not read."""
-    return _keys(cls, tuple(chosen.items()))
-
-
 @functools.cache
-def _keys(cls: type, chosen: tuple[tuple[str, type], ...]) -> tuple[Key, ...]:
+def all_keys(cls: type, chosen: tuple[tuple[str, type], ...]) -> tuple[Key, ...]:
+    """The keys of a class, those included that its program does not read."""
     return tuple(_keys_below(cls, dict(chosen)))
 
 

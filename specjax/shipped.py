@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sysconfig
 from pathlib import Path
@@ -27,6 +28,13 @@ def cache_dir() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     except RuntimeError:  # no home directory is known
         return None
+
+
+def is_writable(folder: Path) -> bool:
+    """Makes a directory unless it exists; returns whether files can be put into it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
 
 
 def processor_features() -> str:

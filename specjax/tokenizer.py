@@ -17,16 +17,14 @@ from specjax.config import ModelConfig
 from specjax.error_text import first_line
 
 _SETTINGS = "tokenizer_config.json"
-# All files of a tokenizer, and the directory of its further chat templates.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken", _SETTINGS,
-    "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken",
+)  # fmt: skip
+# All files of a tokenizer, and the directory of its further chat templates.
+TOKENIZER_FILES = (
+    *_VOCABULARIES, _SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
 
@@ -75,7 +73,11 @@ def load_tokenizer(path: str | Path):
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
             "or use versions of transformers and tokenizers that know it"
         ) from error
-    return _with_bos(tokenizer, keys.flag("add_bos_token", None))
+    wanted, bos = keys.flag("add_bos_token", None), tokenizer.bos_token_id
+    # transformers 5 ignores `add_bos_token` if tokenizer.json does not add BOS itself.
+    if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
+        tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
@@ -89,17 +91,6 @@ def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
     if end is None or end in cfg.eos_token_ids or not 0 <= end < cfg.vocab_size:
         return cfg
     return cfg.replace(eos_token_ids=(*cfg.eos_token_ids, end))
-
-
-def _with_bos(tokenizer, wanted: bool):
-    """The tokenizer, which adds BOS if its settings have `add_bos_token`.
-
-    transformers 5 ignores that setting if tokenizer.json does not add BOS itself.
-    """
-    bos = tokenizer.bos_token_id
-    if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
-        tokenizer.add_bos_token = True
-    return tokenizer
 
 
 def decode(

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import safetensors
@@ -46,7 +44,6 @@ from specjax.checkpoint.weights import (
     save_model,
     tokenizer_in,
 )
-from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
@@ -251,7 +248,10 @@ def _read_orbax(
         raise CheckpointError(f"{source} holds no {what}")
     if dtype is None:
         _only(source, {leaf.dtype.name for leaf in jax.tree.leaves((policy, head))})
-    cfg = config_in(source, meta) if like is None else _like(like, meta)
+    if like is None:
+        cfg = config_in(source, meta)
+    else:  # with the head's settings from the metadata
+        cfg = hf.read_config(like).replace(**{n: meta[n] for n in HEAD_SWITCHES if n in meta})
     cfg, policy, head = fitted(source, cfg, policy, head, meta)
     place = None
     if like is not None and has_tokenizer(Path(like)):
@@ -259,11 +259,6 @@ def _read_orbax(
     elif policy is not None:
         place = tokenizer_in(source, meta)
     return Model(cfg, policy, head, place), int(meta.get("step", 0))
-
-
-def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of another checkpoint, with the head's settings from the metadata."""
-    return hf.read_config(like).replace(**{n: meta[n] for n in HEAD_SWITCHES if n in meta})
 
 
 # --- out ----------------------------------------------------------------------------------------

@@ -183,11 +183,7 @@ def _text_config(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
 def _tokens(keys: Keys, generation: Keys, vocabulary: int) -> dict[str, Any]:
     def ids(name: str) -> list[int]:
         several = name == "eos_token_id"
-        return [
-            token
-            for place in (keys, generation)
-            for token in place.token_ids(name, vocabulary, several)
-        ]
+        return sum((x.token_ids(name, vocabulary, several) for x in (keys, generation)), [])
 
     return {
         "eos_token_ids": tuple(dict.fromkeys(ids("eos_token_id"))),
@@ -863,10 +859,9 @@ def _packed(cfg: ModelConfig, tensors: list[Written], exact: list[Written]) -> l
 
 
 def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[Written]:
+    kind = jnp.dtype(dtype)
     return [
-        Written(
-            name, shape, jnp.dtype(dtype), lambda shape=shape: np.zeros(shape, jnp.dtype(dtype))
-        )
+        Written(name, shape, kind, lambda shape=shape: np.zeros(shape, kind))
         for name, shape in zero_tensors(cfg, style).items()
     ]
 

@@ -62,7 +62,9 @@ class Checkpointer:
             raise ValueError(f"keep_last: expected at least 1, got {keep_last}")
         self.directory = Path(directory).absolute()
         self.keep_last = keep_last
-        _filter_orbax_log()
+        # Drops Orbax's log of a failed write, which has tracebacks of a dozen threads: the caller
+        # gets the error as `CheckpointError`. Adding the same filter twice does nothing.
+        logging.getLogger("absl").addFilter(_keep)
         self._manager = self._open()
         self._pending: Future[None] | None = None
         self._cleaned = False
@@ -286,14 +288,6 @@ def _as_wanted(loaded: PyTree, abstract: PyTree) -> PyTree:
 
 def _keep(record: logging.LogRecord) -> bool:
     return record.exc_info is None or "orbax" not in record.pathname
-
-
-def _filter_orbax_log() -> None:
-    """Drops Orbax's log of a failed write, which has tracebacks of a dozen threads.
-
-    The caller gets the error as `CheckpointError`.
-    """
-    logging.getLogger("absl").addFilter(_keep)  # adding the same filter twice does nothing
 
 
 def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:

@@ -176,9 +176,8 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
     number = jnp.zeros((rounds, batch), jnp.int32)
     if plan.telemetry and plan.tree is not None:
         real, flag = number.astype(jnp.float32), number.astype(bool)
-        rejections = Rejections(
-            number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
-        )  # in the order of its fields
+        # In the order of its fields.
+        rejections = Rejections(number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3)
     logprobs, records = jnp.zeros((batch, room), jnp.float32), None
     if (form := record_form(plan.cfg)) is not None:
         records = jnp.asarray(no_records(form, batch, room))

@@ -14,7 +14,6 @@ replicas (see `Hosts.idle_work`) ends before the next exchange, so that no proce
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +32,6 @@ from specjax.parallel import sharding
 from specjax.parallel.copies import Copies, ProcessGroup, checksum, require_equal
 from specjax.parallel.distributed import gather
 from specjax.weights.matrix import is_exact
-
-log = logging.getLogger(__name__)
 
 # Seconds between two exchanges, unless a process has nothing left to run. An exchange costs all
 # processes some time, and early stopping of samples need not be faster than this.

@@ -435,21 +435,18 @@ class LengthHistory:
 
     For a prompt without samples the average over all prompts is expected. Keys are hashes of
     prompts.
-
-    Args:
-      decay: weight of the earlier lengths of a prompt when a new length is added.
-      most: the most prompts that are remembered, those that were sampled last.
     """
 
-    def __init__(self, decay: float = 0.7, most: int = 1 << 16):
-        self._decay, self._most = decay, most
+    DECAY = 0.7  # weight of the earlier lengths of a prompt when a new length is added
+    MOST = 1 << 16  # the most prompts that are remembered, those that were sampled last
+
+    def __init__(self):
         self._of: dict[int, float] = {}
         self._all: float | None = None
 
     def add(self, key: int, length: int) -> None:
-        decay = self._decay
-        self._of[key] = decay * self._of.pop(key, length) + (1 - decay) * length
-        if len(self._of) > self._most:
+        self._of[key] = self.DECAY * self._of.pop(key, length) + (1 - self.DECAY) * length
+        if len(self._of) > self.MOST:
             del self._of[next(iter(self._of))]
         self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
 

@@ -227,11 +227,6 @@ class Sample:
         return np.concatenate(self._records)
 
     @property
-    def origins(self) -> str:
-        """See `SampleOutput.origins`."""
-        return "".join(self._origins)[: len(self.tokens)]
-
-    @property
     def text(self) -> str | None:
         """See `News.text`."""
         return None if self._stops is None else self._stops.text
@@ -333,7 +328,7 @@ class Sample:
             transformed_logprobs=None if transformed is None else transformed[those],
             top_logprobs=self._with_chosen(those),
             records=None if records is None else records[ends],
-            origins=self.origins[those],
+            origins="".join(self._origins)[: len(self.tokens)][those],
             cached_tokens=self.cached,
         )
 

@@ -78,8 +78,7 @@ def own_class(name: str) -> type[Draft]:
             raise ValueError(f"expected a class as specjax.interfaces.Draft, got {kind!r}")
         return kind
     except ValueError as error:
-        problem = str(error)
-        raise ValueError(f"draft={name}: {problem}") from error
+        raise ValueError(f"draft={name}: {error}") from error
 
 
 class Drafting(NamedTuple):

@@ -57,8 +57,8 @@ class Weights:
         # On the host; `history` is its copy on the devices.
         self._store = source.store() if source is not None and source.needs.history else None
         self.checksums: dict[str, Checksum] = {}
-        network = None if source is None else source.network
-        models = [cfg] if network is None else [cfg, network]
+        self._network = None if source is None else source.network
+        models = [cfg] if self._network is None else [cfg, self._network]
         self.repeated = frozenset().union(*map(repeated_names, models))
         self.axes = merge_axes([param_axes(cfg), {} if source is None else source.axes()])
         self._mover = None if mesh is None else Mover(mesh, self.axes)
@@ -109,8 +109,7 @@ class Weights:
             return
         moved = head if self._mover is None else self._mover(head)
         placed = self._convert_head(moved)
-        network = None if self._source is None else self._source.network
-        exact = network is None or matrix.is_exact(network.run.products)
+        exact = self._network is None or matrix.is_exact(self._network.run.products)
         self._check("draft", head, placed if exact else head, False)
         self.head = placed
 
@@ -173,8 +172,7 @@ class Weights:
     @functools.cached_property
     def _convert_head(self) -> Callable[[Params], Params]:
         """The conversion of the draft's parameters to the layout of the kernels that run."""
-        network = None if self._source is None else self._source.network
-        if network is None or network.run.products == matrix.PLAIN:
+        if self._network is None or self._network.run.products == matrix.PLAIN:
             return lambda head: head
         return jax.jit(self._source.pack)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from specjax.config import ModelConfig
@@ -80,7 +79,17 @@ def choose(
     if not names:
         line = f"{BACKENDS.find(REFERENCE).line}: there is no kernel for {kind!r} ({platform})"
         return Choice(REFERENCE, line, True)
-    found, refused = _first(names, device, cfg, operation, own, invariant)
+    found, refused = None, {}
+    for name in names:
+        backend = BACKENDS.find(name)
+        passed = operation not in backend.operations or invariant and not backend.prompts_alone
+        if own and passed:  # of the platform's own, those without the operation are passed over
+            continue
+        reason = backend.refuses(operation, device, cfg)
+        if reason is None:
+            found = name
+            break
+        refused[name] = reason
     if found is None and not own:
         raise ValueError(
             f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; choose another, "
@@ -95,32 +104,3 @@ def choose(
         parts.append("rounds in invariant mode attend by position in XLA, without it")
         warn = True
     return Choice(name, "; ".join(parts), warn)
-
-
-def _first(
-    names: Sequence[str],
-    device: Device,
-    cfg: ModelConfig,
-    operation: str,
-    own: bool,
-    invariant: bool,
-) -> tuple[str | None, dict[str, str]]:
-    """Returns the first usable backend, and why those before it are refused.
-
-    Args:
-      names: names of backends.
-      own: whether they are the platform's own, of which those without the operation are passed
-        over; else the user asked for the name.
-      invariant: whether the engine is in `invariant` mode.
-    """
-    refused = {}
-    for name in names:
-        backend = BACKENDS.find(name)
-        passed = operation not in backend.operations or invariant and not backend.prompts_alone
-        if own and passed:
-            continue
-        reason = backend.refuses(operation, device, cfg)
-        if reason is None:
-            return name, refused
-        refused[name] = reason
-    return None, refused

@@ -37,7 +37,6 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels.backend import Declined, Unsuited, choose
-from specjax.kernels.reference import PANEL_WIDTH as PANEL_WIDTH
 from specjax.kernels.reference import tree_attention_by_position as tree_attention_by_position
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -100,19 +99,15 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     if operation not in backend.operations:
         return f"{name} has no {operation}"
     if operation == "layers":
-        if others := _others_than(_LAYERS, cfg):
+        kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
+        names = {f"{kind.__module__}:{kind.__qualname__}" for kind in kinds}
+        if others := sorted(names - {*_LAYERS}):
             return Unsuited(
                 f"layers are computed of {' and '.join(_LAYERS)}, got {', '.join(others)}"
             )
         if fields := sorted({*_changed(cfg)} - {*backend.takes.get(operation, ())}):
             return Unsuited(f"layers are computed without {', '.join(fields)}")
     return backend.refuses(operation, device, cfg)
-
-
-def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
-    """Returns a model's classes of mixers and mlps, as `module:attribute`, that are not `known`."""
-    kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
-    return sorted({f"{kind.__module__}:{kind.__qualname__}" for kind in kinds} - set(known))
 
 
 def _changed(cfg: ModelConfig) -> Iterator[str]:
@@ -230,25 +225,13 @@ def commit(
     return _serve("commit", kernel, lambda _, function: function(arrays, rows, start, table))
 
 
-def product(
-    x: Float[Array, "... K"], panels: Float[Array, "P K W"], *, kernel: str | None = None
-) -> Float[Array, "... N"]:
+def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
     """Computes `x @ weight` in float32, for a weight [K, N] stored in panels of W columns each.
 
     Args:
       panels: `weight.reshape(K, N // W, W).transpose(1, 0, 2)`; W is `PANEL_WIDTH`.
-      kernel: a name of the table, or a path; None: `PANELS`.
-
-    Raises:
-      ValueError: the shapes do not fit.
     """
-    _, k, width = panels.shape
-    if x.shape[-1] != k or width != PANEL_WIDTH:
-        raise ValueError(
-            f"expected x [.. {k}] and panels [P {k} {PANEL_WIDTH}], got {x.shape} and "
-            f"{panels.shape}"
-        )
-    return _serve("product", kernel or PANELS, lambda _, function: function(x, panels))
+    return _serve("product", PANELS, lambda _, function: function(x, panels))
 
 
 def experts(
@@ -331,11 +314,8 @@ def causal_attention_with_own(
     with_sinks = _used(sinks=sinks)
     used = {**options, **with_sinks}
     if context is not None:
-
-        def attend_split(_: Backend, function: Callable):
-            return function(q, k, v, own, segment_ids, context, **used)
-
-        return _serve("context_attention", kernel, attend_split, used)
+        given = q, k, v, own, segment_ids, context
+        return _serve("context_attention", kernel, lambda _, run: run(*given, **used), used)
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)

@@ -311,7 +311,7 @@ class _Cut:
         """
         kinds = kinds_of_pairs(self.q, self.k, self.window)
         kinds = kinds.swapaxes(1, 2) if self.by_keys else kinds
-        parallel, grid = 3, self.grid
+        grid = self.grid
         pairs = self.batch * self.heads * self.q.length * self.k.length // 2  # about half are seen
         arrays, out = [x for _, x in given], [self.part(name) for name in results]
         cost = pl.CostEstimate(
@@ -330,8 +330,7 @@ class _Cut:
             ),
             out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in out],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * parallel
-                + ("arbitrary",) * (len(grid) - parallel),
+                dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3),
                 vmem_limit_bytes=VMEM_BYTES,
             ),
             cost_estimate=cost,

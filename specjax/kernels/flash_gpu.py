@@ -38,7 +38,7 @@ from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
 from specjax.kernels.reference import NEG_INF, own_in_window, with_sink
 from specjax.kernels.tiles import by_rows, dot
-from specjax.kernels.triton import DTYPES, LARGEST_HEAD
+from specjax.kernels.triton import refuses_model
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
 
 # Devices of which a program gets less than the 164 KiB of shared memory that tiles are made for.
@@ -273,8 +273,9 @@ class _Cut:
         """
         batch, length = self.segments.shape
         heads = self.kv_heads if self.by_keys else self.heads
+        on = _Arithmetic(self.tile, self.width, self.group, self.call.window, self.call.soft_cap)
         call = pl.pallas_call(
-            functools.partial(kernel, self.arithmetic()),
+            functools.partial(kernel, on),
             grid=(heads, length // self.size, batch),  # heads that share keys run side by side
             in_specs=[self.spec(name) for name, _ in given],
             out_specs=[self.spec(name) for name, _, _ in results],
@@ -287,10 +288,6 @@ class _Cut:
         )
         with contextlib.nullcontext() if self.call.interpret else as_on_a_gpu():
             return call(*(x for _, x in given))
-
-    def arithmetic(self) -> _Arithmetic:
-        call, group = self.call, self.group
-        return _Arithmetic(self.tile, self.width, group, call.window, call.soft_cap)
 
 
 # --- the kernels ----------------------------------------------------------------------------------
@@ -429,18 +426,13 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     """Returns why these kernels cannot be used, or None, see `Backend.refuses`."""
     if reason := no_ampere(device):
         return reason
-    sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
-    if device is not None and SMALL.search(device.kind) and max(sizes, default=0) > SMALL_HEAD:
+    largest = max(head_sizes(cfg), default=0)
+    if device is not None and SMALL.search(device.kind) and largest > SMALL_HEAD:
         return (
-            f"its tiles of heads of {max(sizes)} do not fit into the shared memory of "
+            f"its tiles of heads of {largest} do not fit into the shared memory of "
             f"{device.kind!r}, which holds heads of up to {SMALL_HEAD}"
         )
-    if max(sizes, default=0) > LARGEST_HEAD or dtype not in DTYPES:
-        return (
-            f"it supports {', '.join(DTYPES)} heads of up to {LARGEST_HEAD}, got {dtype} "
-            f"heads of {', '.join(map(str, sizes))}"
-        )
-    return None
+    return refuses_model(cfg)
 
 
 BACKEND = Backend(

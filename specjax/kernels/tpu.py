@@ -31,7 +31,6 @@ from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
 
-Interpret = bool | pltpu.InterpretParams
 LANES = 128  # lanes of a register
 SUBLANES = 16  # sublanes of a register of bfloat16; float32 needs 8
 MIB = 2**20
@@ -211,7 +210,7 @@ def _up(number: int, multiple: int) -> int:
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
     window: int | None = None, sinks=None, with_lse: bool = False, tuning: Tuning,
-    interpret: Interpret = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 

@@ -441,10 +441,11 @@ def _merge_kernel(shape: Shape, lens, parts, parts_lse, *refs):
 
 
 def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    return no_ampere(device) or _refuses_model(cfg)
+    return no_ampere(device) or refuses_model(cfg)
 
 
-def _refuses_model(cfg: ModelConfig) -> str | None:
+def refuses_model(cfg: ModelConfig) -> str | None:
+    """Returns why kernels in Triton do not take the heads or the dtype of a model, or None."""
     sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
     if dtype not in DTYPES or any(size > LARGEST_HEAD for size in sizes):
         return (

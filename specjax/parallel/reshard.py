@@ -85,10 +85,7 @@ class Reshard:
         self._given = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
         )
-        self.made = jax.tree.map(
-            lambda x, new: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new),
-            moved, self._targets,
-        )  # fmt: skip
+        self.made = sharding.shapes(moved, target, lambda *_: self._targets)
 
     def __call__(self, tree: Params) -> Params:
         return jax.tree.map(named, self.compiled(tree), self._targets)

@@ -391,11 +391,8 @@ def _map_stated(one: Callable, state):
     def mapped(node):
         if not is_stated(node):
             return one(node, None)
-        parts = []
-        for name, part in node._asdict().items():
-            axes = node.AXES.get(name)
-            parts.append(jax.tree.map(functools.partial(one, axes=axes), part))
-        return type(node)(*parts)
+        ones = [functools.partial(one, axes=node.AXES.get(name)) for name in node._fields]
+        return type(node)(*map(jax.tree.map, ones, node))
 
     return jax.tree.map(mapped, state, is_leaf=is_stated)
 
@@ -585,17 +582,9 @@ def _spread(leaf, is_source: bool) -> np.ndarray:
     return out.view(dtype).reshape(leaf.shape)
 
 
-def any_host(
-    mesh: jax.sharding.Mesh | None,
-    mine: bool,
-    host_of: Callable[[jax.Device], int] = lambda device: device.process_index,
-) -> bool:
-    """Returns whether any process of a mesh says so; all processes of the mesh must call it.
-
-    Args:
-      host_of: function that returns the index of a device's process.
-    """
-    if mesh is None or len({host_of(device) for device in mesh.devices.flat}) == 1:
+def any_host(mesh: jax.sharding.Mesh | None, mine: bool) -> bool:
+    """Returns whether any process of a mesh says so; all processes of the mesh must call it."""
+    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
         return mine
     split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
     said = np.full(1, mine)

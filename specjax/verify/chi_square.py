@@ -238,24 +238,21 @@ class Fit(NamedTuple):
     samples: int
 
 
-def goodness_of_fit(
-    counts: np.ndarray, probabilities: np.ndarray, smallest: float = SMALLEST_EXPECTED
-) -> Fit:
+def goodness_of_fit(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
     """Pearson's chi-square test of counts against probabilities.
 
-    Cells that expect fewer than `smallest` are pooled (the rarest first, until the sum expects
-    enough), because otherwise the statistic does not follow its distribution.
+    Cells that expect fewer than `SMALLEST_EXPECTED` are pooled (the rarest first, until the sum
+    expects enough), because otherwise the statistic does not follow its distribution.
 
     Args:
       counts: number of times that each outcome occurred [C].
       probabilities: probability of each outcome [C]; their sum is 1.
-      smallest: expected count below which a cell is pooled.
     """
     counts, probabilities = np.asarray(counts, np.int64), np.asarray(probabilities, np.float64)
     samples = int(counts.sum())
     if counts[probabilities == 0].any():
         return Fit(float("inf"), int((probabilities > 0).sum()), 0.0, samples)
-    expected, counts = _pooled(probabilities * samples, counts, smallest)
+    expected, counts = _pooled(probabilities * samples, counts)
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
     # With one cell the statistic has no degrees of freedom.
@@ -263,13 +260,13 @@ def goodness_of_fit(
     return Fit(statistic, len(expected), p_value, samples)
 
 
-def _pooled(expected: np.ndarray, counts: np.ndarray, smallest: float):
+def _pooled(expected: np.ndarray, counts: np.ndarray):
     """Drops cells of probability 0 and pools small ones, rarest first."""
     order = np.argsort(expected)
     order = order[expected[order] > 0]
     expected, counts = expected[order], counts[order]
-    small = int((expected < smallest).sum())
-    while 0 < small < len(expected) and expected[:small].sum() < smallest:
+    small = int((expected < SMALLEST_EXPECTED).sum())
+    while 0 < small < len(expected) and expected[:small].sum() < SMALLEST_EXPECTED:
         small += 1
     if small:
         expected = np.r_[expected[:small].sum(), expected[small:]]

@@ -83,7 +83,7 @@ def random_params(
         "repetition_penalty": lambda: float(rng.uniform(0.8, 1.8)),
         "presence_penalty": lambda: float(rng.uniform(-1.0, 2.0)),
         "frequency_penalty": lambda: float(rng.uniform(-0.5, 1.5)),
-        "logit_bias": lambda: _bias(rng, vocab),
+        "logit_bias": lambda: {t: float(rng.normal(0.0, 3.0)) for t in _some_tokens(rng, vocab, 8)},
         "allowed_token_ids": lambda: _some_tokens(rng, vocab, max(4, vocab // 2)),
         "bad_words": lambda: _bad_words(rng, vocab),
         "min_tokens": lambda: int(rng.integers(1, max_tokens + 1)),
@@ -102,10 +102,6 @@ def random_params(
 
 def _some_tokens(rng: np.random.Generator, vocab: int, count: int) -> tuple[int, ...]:
     return tuple(int(t) for t in rng.choice(vocab, min(count, vocab - 1), replace=False))
-
-
-def _bias(rng: np.random.Generator, vocab: int) -> dict[int, float]:
-    return {t: float(rng.normal(0.0, 3.0)) for t in _some_tokens(rng, vocab, 8)}
 
 
 def _bad_words(rng: np.random.Generator, vocab: int) -> tuple[tuple[int, ...], ...]:

@@ -215,6 +215,9 @@ class GGUF:
                 f"{file}: general.architecture {shown(self.architecture)} is not supported; "
                 f"expected one of {', '.join(ARCHITECTURES)}"
             )
+        prefix, there = f"{self.architecture}.", self._held.metadata.items()
+        mine = {k.removeprefix(prefix): v for k, v in there if k.startswith(prefix)}
+        self._within = Keys(file, mine, self.architecture)  # messages show their full names
         what = self._keys.text("general.type", "model")
         if what != "model":
             raise UnsupportedModelError(f"{file}: it holds a {what}; expected a model")
@@ -287,14 +290,6 @@ class GGUF:
             for key, name in _SAMPLING.items()
             if f"general.sampling.{key}" in there
         }
-
-    @property
-    def _within(self) -> Keys:
-        """Returns the keys of the architecture; messages show their full names."""
-        prefix = self.architecture + "."
-        mine = {k.removeprefix(prefix): v for k, v in self._held.metadata.items()
-                if k.startswith(prefix)}  # fmt: skip
-        return Keys(self.file, mine, self.architecture)
 
     def _refuse_unknown(self) -> None:
         for name, value in self._within.raw.items():

@@ -95,11 +95,6 @@ class GGUFFile:
             )
         return np.frombuffer(self._bytes, np.uint8, count, offset)
 
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        return len(self._bytes)
-
     # --- reading the header ------------------------------------------------------------------
 
     def _read_header(self) -> None:

@@ -145,11 +145,9 @@ class Packed:
         has_other_groups = self.group and groups != size  # incomplete, or of `aligned`
         inputs = None if has_other_groups else axes[self._axis]
         groups = (None, inputs) if self.halves else (inputs if self.group else None,)
-        values, scales = (
-            ((rows, inputs), (rows, *groups))
-            if self.table
-            else ((inputs, columns), (*groups, columns))
-        )
+        values, scales = (inputs, columns), (*groups, columns)
+        if self.table:
+            values, scales = (rows, inputs), (rows, *groups)
         return dataclasses.replace(self, values=(*stack, *values), scales=(*stack, *scales))
 
     def _parts(self) -> Iterator[Float[Array, "*E I O"]]:
@@ -162,10 +160,8 @@ class Packed:
             yield self._scaled((self.values >> (4 * half)) & 15, scales)
 
     def _scaled(self, values: Array, scales: Array) -> Float[Array, "*E I O"]:
-        factor = self.factor(scales)
-        return self.decoded(values) * _spread(
-            factor, self.group, self._axis, values.shape[self._axis]
-        )
+        axis, factor = self._axis, self.factor(scales)
+        return self.decoded(values) * _spread(factor, self.group, axis, values.shape[axis])
 
     def unpack(self, dtype: Any = jnp.float32) -> Float[Array, "*E I O"]:
         return jnp.concatenate([part.astype(dtype) for part in self._parts()], self._axis)
@@ -226,11 +222,8 @@ class Packed:
     def _by_halves(self, x: Array) -> Array:
         """Multiplies halves of the inputs, which a mesh splits like their bytes."""
         parts = [part.astype(x.dtype) for part in self._parts()]
-        products = [
-            dot(x, part.T if self.table else part, jnp.float32)
-            for x, part in zip(jnp.split(x, len(parts), axis=-1), parts, strict=True)
-        ]
-        return sum(products)
+        halves = zip(jnp.split(x, len(parts), axis=-1), parts, strict=True)
+        return sum([dot(x, part.T if self.table else part, jnp.float32) for x, part in halves])
 
     def aligned(self) -> Packed:
         """Fills up the scales of a stack to whole tiles of TPUs, unless they grow much.
@@ -401,10 +394,8 @@ class Int4(Packed):
 
     @classmethod
     def encoded(cls, x: Float[Array, "..."]) -> Array:
-        return (
-            jnp.clip(jnp.round(x), -cls.largest, cls.largest).astype(jnp.int8).astype(jnp.uint8)
-            & 15
-        )
+        signed = jnp.clip(jnp.round(x), -cls.largest, cls.largest).astype(jnp.int8)
+        return signed.astype(jnp.uint8) & 15
 
     @classmethod
     def decoded(cls, values: Array) -> Float[Array, "..."]:

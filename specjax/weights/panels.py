@@ -13,7 +13,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device
 from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
-from specjax.kernels.dispatch import PANEL_WIDTH
+from specjax.kernels.reference import PANEL_WIDTH
 
 
 @jax.tree_util.register_dataclass
@@ -70,11 +70,8 @@ class Panels:
         return x @ self.unpack().T
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... N"]:
-        return (
-            self.packed[:, ids]
-            .transpose(*range(1, ids.ndim + 1), 0, -1)
-            .reshape(*ids.shape, self.shape[1])
-        )
+        rows = self.packed[:, ids].transpose(*range(1, ids.ndim + 1), 0, -1)
+        return rows.reshape(*ids.shape, self.shape[1])
 
 
 def raw(matrices: Mapping[str, Array | Panels]) -> dict[str, Array]:

@@ -18,8 +18,9 @@ from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import chain_bits
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import cpu, dispatch
+from specjax.kernels import cpu
 from specjax.kernels.cpu import native
+from specjax.kernels.reference import PANEL_WIDTH
 from specjax.weights.panels import Panels
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -45,7 +46,7 @@ SHAPES = dict(
 
 def compare_products(seed, rows, k, count):
     rng = np.random.default_rng(seed)
-    x, weight = normal(rng, rows, k), normal(rng, k, count * dispatch.PANEL_WIDTH)
+    x, weight = normal(rng, rows, k), normal(rng, k, count * PANEL_WIDTH)
     panels = Panels.pack(weight, table=False)
     assert panels.shape == weight.shape
     np.testing.assert_array_equal(panels.unpack(), weight)
@@ -162,9 +163,9 @@ def no_compiler(monkeypatch, tmp_path):
     """A machine on which nothing was built yet, and nothing can be."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._try_to_load.cache_clear()
+    native.load_soon.cache_clear()
     yield
-    native._try_to_load.cache_clear()
+    native.load_soon.cache_clear()
 
 
 def llm_of(spec="2_1_3", **engine):

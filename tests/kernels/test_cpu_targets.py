@@ -95,9 +95,9 @@ def unloaded(monkeypatch):
     """Nothing is asked for and nothing loaded yet; builds lie beside the others of this file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
     monkeypatch.delenv(native.TARGET_VARIABLE, raising=False)
-    native._try_to_load.cache_clear()
+    native.load_soon.cache_clear()
     yield monkeypatch
-    native._try_to_load.cache_clear()
+    native.load_soon.cache_clear()
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_what_is_built_for_a_named_target_is_found_on_other_machines(unloaded, p
     unloaded.delenv("CXX", raising=False)
     here, own, tuned = native.build(), native._key(native.NATIVE), native._key([["-mtune=native"]])
     plain_processor()
-    unloaded.setattr(native, "_writable", None)  # the cache may be read only
+    unloaded.setattr(native, "is_writable", None)  # the cache may be read only
     assert native._key(native.NATIVE) != own and native._key([["-mtune=native"]]) != tuned
     unloaded.setattr(native, "COMPILERS", ())
     assert native.build() == here

@@ -16,14 +16,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jaxlib
 
-from specjax.shipped import cache_dir, processor_features
+from specjax.shipped import cache_dir, is_writable, processor_features
 
 SOURCE = Path(__file__).with_name("library.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
@@ -44,7 +44,6 @@ TARGET_VARIABLE = "SPECJAX_CPU_TARGET"
 # XLA's flag: with several simulated devices, each computes in its own single thread.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 SECONDS = 300  # time limit of the compiler
-_LOCK = threading.Lock()
 
 
 class NoKernelError(RuntimeError):
@@ -59,15 +58,17 @@ def load() -> None:
     Raises:
       NoKernelError: there is no compiler, every compiler failed, or the library cannot be loaded.
     """
-    with _LOCK:
-        reason = _try_to_load()
-    if reason is not None:
+    if (reason := load_soon().result()) is not None:
         raise NoKernelError(reason)
 
 
 @functools.cache
+def load_soon() -> Future[str | None]:
+    """Begins to load the kernels on a thread; the result is why there are none, or None."""
+    return ThreadPoolExecutor(1).submit(_try_to_load)
+
+
 def _try_to_load() -> str | None:
-    """Returns why there are no kernels, or None. Cached: a failure takes as long as a success."""
     try:
         path = build()
     except NoKernelError as error:
@@ -97,12 +98,14 @@ def build() -> Path:
     Raises:
       NoKernelError: there is no compiler, every compiler failed, or a variable's flags are invalid.
     """
-    targets, cache = _targets(), cache_dir()
+    target, cache = tuple(os.environ.get(TARGET_VARIABLE, "").split()), cache_dir()
+    targets = (target,) if target else NATIVE
     name = f"specjax-{_key(targets)}.so"
     if cache and os.path.exists(cache / name):  # no error without permission
         return cache / name
     compilers, reasons = _compilers(), []
-    path = _writable(cache) / name
+    folder = cache if cache and is_writable(cache) else Path(tempfile.mkdtemp(prefix="specjax-"))
+    path = folder / name
     for compiler in compilers:
         try:
             _compile(compiler, targets, path)
@@ -110,12 +113,6 @@ def build() -> Path:
         except (OSError, subprocess.SubprocessError, NoKernelError) as error:
             reasons.append(f"{compiler}: {error}")
     raise NoKernelError("; ".join(reasons))
-
-
-def _targets() -> tuple[tuple[str, ...], ...]:
-    """Returns sets of target flags; the first one that the compiler accepts is used."""
-    target = tuple(os.environ.get(TARGET_VARIABLE, "").split())
-    return (target,) if target else NATIVE
 
 
 def _compilers() -> list[str]:
@@ -128,18 +125,6 @@ def _compilers() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _writable(cache: Path | None) -> Path:
-    """Returns the cache directory, or a temporary one where that cannot be written."""
-    try:
-        if cache:
-            cache.mkdir(parents=True, exist_ok=True)
-            if os.access(cache, os.W_OK):
-                return cache
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="specjax-"))
-
-
 def _key(targets: Sequence[Sequence[str]]) -> str:
     """Returns a digest of everything that determines the library, except the compiler's version.
 
@@ -150,11 +135,7 @@ def _key(targets: Sequence[Sequence[str]]) -> str:
     parts += [jaxlib.__version__, platform.machine(), os.environ.get("CXX", "")]
     if any("native" in flag for flags in targets for flag in flags):
         parts += [platform.processor(), processor_features()]
-    return _digest("\n".join(parts))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> None:

@@ -13,10 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from specjax.checked_json import Keys, UnsupportedModelError, shown
-from specjax.config.model import Layer, ModelConfig
-from specjax.interfaces import Place
+from specjax.interfaces import Stored, TensorSlice
 from specjax.models.rope import LinearScaling, LongScaling, Rope, RopeScaling, YarnScaling
-from specjax.models.rows import layer_rows, top_rows
 from specjax.weights import fp8, mxfp4
 
 _THETA = 10_000.0  # of RoPE, the default
@@ -210,7 +208,7 @@ def _rope_of(keys: Keys, rope: Keys, max_position: int, partial: bool) -> Rope:
             " (it changes with the current length, and equal seeds would not give equal tokens)"
         )
         raise UnsupportedModelError(
-            f"{keys.file}: {rope.label} {shown(rope.raw)} is not supported"
+            f"{keys.file}: {rope.inside} {shown(rope.raw)} is not supported"
             f"{changes if kind == 'dynamic' else ''}; expected one set of parameters of one of the "
             f"types {', '.join(_ROPE_TYPES.values())}"
         )
@@ -337,7 +335,15 @@ def layer_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def stored(cfg: ModelConfig, layer: Layer | None) -> dict[str, Place]:
-    """Returns the places of arrays in files that their rows name: what most families use."""
-    rows = top_rows(cfg) if layer is None else layer_rows(layer, cfg.hidden_size)
-    return {name: row.stored for name, row in rows.items()}
+def parts_of(
+    name: str, prefix: str, sizes: Mapping[str, int], groups: int = 1, transpose: bool = False
+) -> dict[str, Stored]:
+    """Returns the places of arrays that stand one after the other in a tensor, or in its groups."""
+    if len(sizes) == 1:
+        return {prefix + array: Stored(name, transpose) for array in sizes}
+    places, start, whole = {}, 0, sum(sizes.values())
+    for array, size in sizes.items():
+        stop = start + size // groups
+        part = TensorSlice(axis=0, start=start, stop=stop, size=whole, groups=groups)
+        places[prefix + array], start = Stored(name, transpose, part), stop
+    return places

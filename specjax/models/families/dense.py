@@ -14,10 +14,7 @@ from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import ACTIVATIONS, Dense
 from specjax.models.rope import LongScaling, Rope, Scaling
-
-
-def as_is(value: float) -> float:
-    return value
+from specjax.models.rows import layer_rows, top_rows
 
 
 class Option(NamedTuple):
@@ -35,8 +32,8 @@ class Option(NamedTuple):
     part: str
     field: str
     default: float | None
-    read: Callable[[float], float] = as_is
-    write: Callable[[float], float] = as_is
+    read: Callable[[float], float] = lambda value: value
+    write: Callable[[float], float] = lambda value: value
 
     def of(self, keys: Keys) -> float | None:
         """Returns the value of the field."""
@@ -267,8 +264,9 @@ class DenseFamily:
     # --- files -----------------------------------------------------------------------------------
 
     def stored(self, cfg: ModelConfig, layer: Layer | None) -> Mapping[str, Place]:
-        """See `Family.stored`."""
-        return common.stored(cfg, layer)
+        """See `Family.stored`: where the rows of the arrays say."""
+        rows = top_rows(cfg) if layer is None else layer_rows(layer, cfg.hidden_size)
+        return {name: row.stored for name, row in rows.items()}
 
     def zeros(self, cfg: ModelConfig, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """Lists the bias of the output projection, where `attention_bias` decides on biases.

@@ -2,17 +2,12 @@
 
 from specjax.models.families.dense import DenseFamily, Option
 
-
-def inverse(value: float) -> float:
-    return 1 / value
-
-
 FAMILY = DenseFamily(
     "granite", "GraniteForCausalLM",
     options=(
         Option("embedding_multiplier", "model", "embedding_multiplier", 1.0),
         Option("attention_multiplier", "mixer", "scale", 1.0),
         Option("residual_multiplier", "layer", "residual_multiplier", 1.0),
-        Option("logits_scaling", "logits", "multiplier", 1.0, inverse, inverse),
+        Option("logits_scaling", "logits", "multiplier", 1.0, lambda x: 1 / x, lambda x: 1 / x),
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from specjax.checked_json import CheckpointError, Keys
 from specjax.config.model import Layer, ModelConfig
-from specjax.interfaces import Place, Stored, TensorSlice
+from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.families.dense import DenseFamily
 from specjax.models.families.mixture import MixtureFamily
@@ -96,22 +96,8 @@ class HybridFamily(DenseFamily):
             tensors = {"qkvz": tensors["qkv"] | tensors["z"], "ba": {"b": heads, "a": heads}}
         for name, sizes in tensors.items():
             name = f"linear_attn.in_proj_{name}.weight"
-            places |= _parts(name, "delta_", sizes, groups, transpose=True)
-        return places | _parts("linear_attn.conv1d.weight", "conv_", mixer.channels)
-
-
-def _parts(
-    name: str, prefix: str, sizes: Mapping[str, int], groups: int = 1, transpose: bool = False
-) -> dict[str, Stored]:
-    """Returns the places of arrays that stand one after the other in a tensor, or in its groups."""
-    if len(sizes) == 1:
-        return {prefix + array: Stored(name, transpose) for array in sizes}
-    places, start, whole = {}, 0, sum(sizes.values())
-    for array, size in sizes.items():
-        stop = start + size // groups
-        part = TensorSlice(axis=0, start=start, stop=stop, size=whole, groups=groups)
-        places[prefix + array], start = Stored(name, transpose, part), stop
-    return places
+            places |= common.parts_of(name, "delta_", sizes, groups, transpose=True)
+        return places | common.parts_of("linear_attn.conv1d.weight", "conv_", mixer.channels)
 
 
 @dataclasses.dataclass(frozen=True)

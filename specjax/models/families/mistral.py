@@ -18,8 +18,7 @@ class MistralFamily(DenseFamily):
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         window = keys.integer("sliding_window", None)
-        kind = "full_attention" if window is None else "sliding_attention"
-        if other := sorted(set(keys.texts("layer_types")) - {kind}):
+        if other := sorted({*keys.texts("layer_types")} - {common.window_kind(window)}):
             common.refuse(keys, [f"layer_types {', '.join(other)} (sliding_window {window})"])
         return (window,) * layers
 

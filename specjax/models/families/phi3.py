@@ -7,7 +7,7 @@ from typing import Any
 
 from specjax.checked_json import Keys
 from specjax.config.model import Layer, ModelConfig
-from specjax.interfaces import Place, Stored, TensorSlice
+from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.families.mistral import MistralFamily
 from specjax.models.rope import LongScaling
@@ -31,11 +31,7 @@ class Phi3Family(MistralFamily):
             ("self_attn.qkv_proj.weight", {"q": q, "k": kv, "v": kv}),
             ("mlp.gate_up_proj.weight", {"gate": inner, "up": inner}),
         ):
-            start, whole = 0, sum(sizes.values())
-            for name, size in sizes.items():
-                part = TensorSlice(axis=0, start=start, stop=start + size, size=whole)
-                places[name] = Stored(tensor, transpose=True, part=part)
-                start += size
+            places |= common.parts_of(tensor, "", sizes, transpose=True)
         return places
 
     def ropes_json(self, cfg: ModelConfig) -> dict[str, Any]:

@@ -19,10 +19,8 @@ class SmolLM3Family(DenseFamily):
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
         window = keys.integer("sliding_window", None)
         window = window if keys.flag("use_sliding_window") else None
-        kinds = [
-            "sliding_attention" if window and not rotated else "full_attention"
-            for rotated in self._rotated(keys, layers)
-        ]
+        rotated = self._rotated(keys, layers)
+        kinds = [common.window_kind(None if one else window) for one in rotated]
         if window is None and "sliding_attention" in keys.texts("layer_types"):
             return (None,) * layers  # as transformers reads it
         return common.layer_windows(keys, layers, window, kinds=kinds)

@@ -266,11 +266,9 @@ class Mixture:
         def product(rows: Array, name: str) -> Array:
             with jax.named_scope(name):
                 out = experts(rows, stacks[name], chosen.sizes, kernel)
-            return (
-                out + expert_biases(stacks[f"{name}_bias"].astype(out.dtype))
-                if self.biases
-                else out
-            )
+            if not self.biases:
+                return out
+            return out + expert_biases(stacks[f"{name}_bias"].astype(out.dtype))
 
         def expert_biases(biases: Array) -> Array:
             """Returns the bias of each row's expert.
