@@ -38,7 +38,7 @@ from specjax.decode.state import EMPTY, RUNNING, RowMap, prefix_lengths, take_po
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.pages import NULL_PAGE
-from specjax.engine.programs import NotCompiled
+from specjax.engine.programs import not_compiled
 from specjax.engine.runner import Runner
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import source_of
@@ -439,7 +439,7 @@ class Chunk:
 
         def build(key, lower, donate):
             found.append(lower)
-            return NotCompiled(donate)
+            return not_compiled(donate)
 
         held = runner.weights.policy, runner.weights.head, runner.state
         runner.weights.policy, runner.weights.head, runner.state = self.shapes

@@ -154,6 +154,9 @@ def _require_free(cfg: ServeConfig) -> None:
 def _load(cfg: ServeConfig) -> LLM:
     """Loads and compiles the model, and logs the progress."""
     began = time.perf_counter()
+    # With the default of 5 ms a thread waits that long while another, which compiles or runs the
+    # event loop, is busy.
+    sys.setswitchinterval(0.0001)
     log.info("loading %s", cfg.model)
     llm = load_llm(cfg)
     for note in llm.notes:
@@ -179,8 +182,6 @@ def _load(cfg: ServeConfig) -> LLM:
     # Objects that live as long as the server need no examination by each garbage collection.
     gc.collect()
     gc.freeze()
-    # With the default of 5 ms the engine's thread waits that long while the event loop is busy.
-    sys.setswitchinterval(0.0001)
     return llm
 
 
@@ -188,13 +189,13 @@ def _show_progress(engine: BaseEngine) -> None:
     """Shows how many of the programs are ready that are compiled in the background."""
     total = engine.compiling
     bar = tqdm(total=total, desc="compiling", unit="program", leave=False, disable=None)
-    show = CompileProgress(log.info, silent=0) if bar.disable else None
+    lines = CompileProgress(log.info)  # where there is no terminal
     done = -1
     while done < total:
         done = total - engine.compiling
         bar.update(done - bar.n)
-        if show is not None and total:
-            show(done, total)
+        if bar.disable:
+            lines(done, total)
         time.sleep(POLL)
     bar.close()
 

@@ -141,12 +141,11 @@ def next_chunk(
     choices: dict[tuple, Choice] = {}
     for choice in (asked, *stand_ins(runner, asked, sequences)):
         choices.setdefault(runner.chunk_key(*choice), choice)
-    choice = choices[choose(*choices)]
-    strategy, features, bucket = choice
-    hint = hint if strategy == asked.strategy else None
+    strategy, features, bucket = choice = choices[choose(*choices)]
     rounds = min(runner.rounds(strategy, length), runner.rounds(strategy, bucket))
     waiting = waiting_for_rows(waiting, sequences, features)
-    if hint is not None:  # a probe has all its rounds, whichever samples end meanwhile
+    # A probe has all its rounds, whichever samples end meanwhile.
+    if hint is not None and strategy == asked.strategy:
         rounds = min(hint, rounds)
         ends = Until.of(rounds)
     else:
@@ -194,21 +193,6 @@ def features_of(sequences: list[Sample]) -> Features:
     return functools.reduce(operator.or_, {sample.features for sample in sequences})
 
 
-def must_wait(runner: Runner, unfinished: Unfinished, replicas: int) -> bool:
-    """Whether chunks and prompts wait for their own programs, though another could stand in.
-
-    Which program is ready follows the clock, and another one may round otherwise. In `invariant`
-    mode all chunks run one program. Where nothing else follows the clock, as with one strategy on
-    one replica, log-probabilities are repeatable, and in less than float32 the tokens of a seed.
-    (With a prefix cache their bits also depend on who read the beginning of a prompt.)
-    """
-    if runner.plan.invariant or not runner.config.stand_in:
-        return True
-    return len(runner.plans) == replicas == 1 and any(
-        sample.job.is_repeatable(runner.cfg.run.compute_dtype) for sample in unfinished
-    )
-
-
 def stand_ins(runner: Runner, asked: Choice, sequences: list[Sample]) -> list[Choice]:
     """The programs that may run in place of the one that is asked for, the nearest first.
 
@@ -217,8 +201,8 @@ def stand_ins(runner: Runner, asked: Choice, sequences: list[Sample]) -> list[Ch
     """
     plans, here, names = runner.plans, features_of(sequences), [asked.strategy]
     if not runner.longest.needs_q:  # else tokens depend on the strategy
-        names = sorted(plans, key=lambda name: abs(plans[name].steps - plans[asked.strategy].steps))
-        names = sorted(names, key=lambda name: name != asked.strategy)
+        steps = plans[asked.strategy].steps
+        names = sorted(plans, key=lambda n: (n != names[0], abs(plans[n].steps - steps)))
     return [
         Choice(name, served, bucket)
         for name in names

@@ -17,6 +17,7 @@ where a sequence runs, by which strategy, or how often it is interrupted.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -37,7 +38,7 @@ from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
 from specjax.engine import settings
 from specjax.engine.base import BaseEngine
-from specjax.engine.chunks import Chunk, InFlight, choose_program, must_wait, next_chunk
+from specjax.engine.chunks import Chunk, InFlight, choose_program, next_chunk
 from specjax.engine.pages import PagePool, StateRows
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import (
@@ -198,7 +199,8 @@ class Engine(BaseEngine):
         self._ended: dict[int, None] = {}  # slots of ended samples, the latest last
         self.others_wait = False
         runner.agreement.clear()
-        if runner.is_broken:
+        # A program may have failed after the buffers of the state were donated to it.
+        if any(x.is_deleted() for x in jax.tree.leaves((runner.state, runner.kept))):
             runner.state = None
 
     # --- before the first request ----------------------------------------------------------------
@@ -209,8 +211,8 @@ class Engine(BaseEngine):
         The smallest buckets come first, and of a bucket the strategies with the most steps.
 
         Args:
-          features: sets of features, each of which gets programs for chunks, but for plain rounds:
-            these take no longer in a program that serves more options than they have.
+          features: sets of features, each of which gets programs for chunks. Plain rounds get one
+            program for all sets, since further options do not slow them.
           largest: the bucket of the largest chunks; None: the last.
         """
         runner, keys = self.runner, [("place", size) for size in place_sizes(self.batch)]
@@ -231,13 +233,13 @@ class Engine(BaseEngine):
         Returns:
           them by bucket, of buckets up to `largest`.
         """
-        plans, choices, smallest = self.runner.plans, {}, 1
+        plans, may_choose = self.runner.plans, self.controller.may_choose
         longest_first = sorted(plans, key=lambda name: -plans[name].steps)
-        for bucket in (bucket for bucket in self.buckets if bucket <= largest):
-            may = functools.partial(self.controller.may_choose, batch_size=smallest)
-            choices[bucket] = list(filter(may, longest_first))
-            smallest = bucket + 1
-        return choices
+        return {
+            bucket: [name for name in longest_first if may_choose(name, smaller + 1)]
+            for smaller, bucket in itertools.pairwise([0, *self.buckets])
+            if bucket <= largest
+        }
 
     def first_programs(self, features: Features) -> list[tuple]:
         """Programs by which all samples can be generated, if only slowly: one of each kind.
@@ -300,7 +302,8 @@ class Engine(BaseEngine):
         # Samples that wait for a row hold nothing but what was read, and read it again.
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
-        self._forget_read()
+        self.scheduler.forget_prompts()
+        self.scheduler.forget_pages()
         self.runner.weights.set(params, head)
         self.version += 1
         self._weights_changed()
@@ -320,14 +323,10 @@ class Engine(BaseEngine):
         self.drain()
         if not self._draft_is_finite:
             self._preempt_all()
-            self._forget_read()
+            self.scheduler.forget_prompts()
+            self.scheduler.forget_pages()
         self.runner.weights.set_head(head)
         self._weights_changed()
-
-    def _forget_read(self) -> None:
-        """Lets all prompts be read again."""
-        self.scheduler.forget_prompts()
-        self.scheduler.forget_pages()
 
     def _weights_changed(self) -> None:
         self.scheduler.forget_pages()
@@ -341,13 +340,13 @@ class Engine(BaseEngine):
         head = self.runner.weights.checksums.get("draft")
         return head is None or head.finite
 
-    def retract(self) -> None:
+    def retract(self, keep: bool = True) -> None:
         """Puts all running samples back into the queue, where they hold no pages.
 
-        Their tokens are read again, in `invariant` mode too, since other weights may come.
+        With `keep` their tokens are read again in `invariant` mode too: other weights may come.
         """
         self.drain()
-        self._preempt_all(keep=True)
+        self._preempt_all(keep)
         self.scheduler.forget_prompts()
 
     def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
@@ -442,10 +441,11 @@ class Engine(BaseEngine):
             runner.weights.feed(self._to_feed)
             self._to_feed = []
         self._in_flight.poll()
-        limit = self._in_flight.limit(self._rows_are_taken_over)
+        taken_over = self.scheduler.has_waiting or len(self.scheduler.running) > self.batch
+        limit = self._in_flight.limit(taken_over)
         enqueued = len(self._in_flight) < limit and self._schedule()
-        if not enqueued and not self._in_flight:
-            self._check_not_stuck()
+        if self.unfinished and not (enqueued or self._in_flight or self.scheduler.running):
+            raise RuntimeError(f"{self.scheduler.waiting} samples wait and none can start: a bug")
         if self.on_poll is not None:
             self.on_poll()
         full = len(self._in_flight) >= limit or not enqueued
@@ -483,7 +483,7 @@ class Engine(BaseEngine):
             self.warm_up([features])
             return
         seconds = self._plain_compiling()
-        if not seconds or not self.unfinished:
+        if not self.runner.executables.seconds or not self.unfinished:
             return
         largest = next(bucket for bucket in self.buckets if bucket >= rows)
         chunks = [key for key in self.programs([features], largest) if key[0] == "chunk"]
@@ -494,7 +494,7 @@ class Engine(BaseEngine):
         if self._plain_seconds < seconds * units * self.replicas:
             return
         if not self.may_compile_behind:
-            self._preempt_everything()
+            self.retract(keep=False)
             compile_ahead([(self.runner, chunks)])
             self.measure(features, largest)
         else:
@@ -515,19 +515,25 @@ class Engine(BaseEngine):
           features: features of the chunks.
           largest: the largest bucket.
         """
-        if self.control is not None and self.control.controller == "goodput":
+        if self._measures:
             self.to_measure = features, largest
         else:
             self.warm_rows = largest
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the controller needs the costs of strategies."""
+        return self.control is not None and self.control.controller == "goodput"
 
     def measure_if_due(self) -> None:
         """Measures what was compiled for `measure_later`, once nothing runs or enough has run.
 
         Samples that run are then read again.
         """
-        runner = self.runner
-        runner.take_compiled()
-        if self.to_measure is None or runner.executables.pending or runner.weights.policy is None:
+        runner, store = self.runner, self.runner.executables
+        if store.pending:  # take those that threads have compiled
+            store.collect(runner.agreement.least_ready(store.ready))
+        if self.to_measure is None or store.pending or runner.weights.policy is None:
             return
         features, largest = self.to_measure
         count = sum(map(len, self.choices(largest).values()))
@@ -535,24 +541,18 @@ class Engine(BaseEngine):
         if self.unfinished and not runner.agreement.is_shared and OFF in runner.plans:
             if self._plain_seconds < self._plain_compiling() * MEASURING_COST * count:
                 return
-        self._preempt_everything()
+        self.retract(keep=False)
         runner.reset()
         self._plain_seconds = 0.0
         try:
-            ready = runner.executables.by_key
-            run_once(runner, filter(ready.__contains__, self.programs([features], largest)))
+            keys = [key for key in self.programs([features], largest) if key[0] == "chunk"]
+            run_once(runner, filter(store.by_key.__contains__, keys))
             seconds = self.measure(features, largest)
             log.info("measured %d programs in %.1f s", count, seconds)
         except jax.errors.JaxRuntimeError as error:
             log.warning("strategies could not be measured: %s", first_line(error))
             self.to_measure, self.warm_rows = None, largest
             self.reset()
-
-    def _preempt_everything(self) -> None:
-        """Puts all samples back into the queue, and drops what was read."""
-        self.drain()
-        self._preempt_all()
-        self.scheduler.forget_prompts()
 
     def measure(self, features: Features, largest: int) -> float:
         """Gives the controller the costs of chunks, if it needs them; no samples run.
@@ -563,15 +563,12 @@ class Engine(BaseEngine):
         Returns:
           the seconds that measuring took.
         """
-        self.to_measure, seconds = None, 0.0
-        self.measure_later(features, largest)
-        if self.to_measure is not None:
-            self.to_measure, self.warm_rows = None, largest
-            chunks = functools.partial(self.runner.chunks, features=features)
-            ready = {
-                bucket: [name for name in names if bucket in dict(chunks(name))]
-                for bucket, names in self.choices(largest).items()
-            }
+        self.to_measure, self.warm_rows, seconds, chunks = None, largest, 0.0, self.runner.chunks
+        ready = {}
+        for bucket, names in self.choices(largest).items() if self._measures else ():
+            if names := [name for name in names if bucket in dict(chunks(name, features))]:
+                ready[bucket] = names
+        if ready:
             costs, seconds = calibrate(self.runner, ready, features)
             self.controller.calibrated(costs)
         self.runner.agreement.settle()
@@ -607,14 +604,15 @@ class Engine(BaseEngine):
     def _choose(self, asked: tuple, *others: tuple) -> tuple:
         """The key of the program to run: the one asked for, or another while it is not ready.
 
-        Another runs where it may stand in, see `must_wait`, or where the one asked for fails.
+        Another runs where it may stand in, see `_waits`, or where the one asked for fails.
 
         Args:
           others: keys of programs that are compiled or being compiled, the nearest first.
         """
-        store, chosen = self.runner.executables, None
+        store = self.runner.executables
         if asked in store.by_key:
             return asked
+        chosen = None
         if not self._waits:
             chosen = next((key for key in others if key in store.by_key), None)
         if chosen is None:  # `wait_for` holds for one that is to be compiled now
@@ -626,21 +624,11 @@ class Engine(BaseEngine):
                 store.background.ask(store.pending[asked])
         return chosen
 
-    @property
-    def _rows_are_taken_over(self) -> bool:
-        """Whether waiting samples take over rows that become free, within a chunk."""
-        return self.scheduler.has_waiting or len(self.scheduler.running) > self.batch
-
     def drain(self) -> None:
         """Waits for all chunks that were enqueued, and reads their results."""
         while self._in_flight:
             self._postprocess(self._in_flight.take())
         self.runner.agreement.settle()
-
-    def _check_not_stuck(self) -> None:
-        """Raises RuntimeError if samples wait that can never start."""
-        if self.unfinished and not self.scheduler.running:
-            raise RuntimeError(f"{self.scheduler.waiting} samples wait and none can start: a bug")
 
     def _schedule(self) -> bool:
         """Reserves pages, reads prompts, starts samples, and enqueues a chunk if any can run.
@@ -737,11 +725,7 @@ class Engine(BaseEngine):
         width, *others = sorted(fits, key=lambda width: (width < left, abs(width - left)))
         if self._compiled_rows(width):
             return width
-        keys = [
-            runner.piece_key(rows, other)
-            for other in others
-            for rows in self._compiled_rows(other, True)
-        ]
+        keys = [runner.piece_key(rows, w) for w in others for rows in self._compiled_rows(w, True)]
         _, (_, positions) = self._choose(runner.piece_key(self._piece_rows(width), width), *keys)
         return positions - runner.tail
 
@@ -760,10 +744,19 @@ class Engine(BaseEngine):
 
     @property
     def _waits(self) -> bool:
-        """Whether programs are waited for, see `must_wait`."""
-        if not self.may_compile_behind:
+        """Whether chunks and prompts wait for their own programs, though another could stand in.
+
+        Which program is ready follows the clock, and another one may round otherwise. In
+        `invariant` mode all chunks run one program. Where nothing else follows the clock, as with
+        one strategy on one replica, log-probabilities are repeatable, and in less than float32 the
+        tokens of a seed. (With a prefix cache their bits also depend on who read the beginning of a
+        prompt.)
+        """
+        plans, dtype = self.runner.plans, self.runner.cfg.run.compute_dtype
+        if self.runner.plan.invariant or not (self.config.stand_in and self.may_compile_behind):
             return True
-        return must_wait(self.runner, self.unfinished, self.replicas)
+        repeatable = (sample.job.is_repeatable(dtype) for sample in self.unfinished)
+        return len(plans) == self.replicas == 1 and any(repeatable)
 
     def _piece_rows(self, width: int) -> int:
         """The most prompts of which a piece of this width is read at once."""
@@ -773,11 +766,10 @@ class Engine(BaseEngine):
     def _start(self) -> None:
         """Enqueues the start of all samples that can start."""
         starts, runner = self.scheduler.starts(), self.runner
-        sizes = place_sizes(runner.batch)
         while starts:
-            asked = next((size for size in sizes if size >= len(starts)), sizes[-1])
+            asked = "place", place_size(runner.batch, len(starts))
             ready = [key for key in runner.executables.by_key if key[0] == "place"]
-            _, size = self._choose(("place", asked), *sorted(ready, reverse=True))
+            _, size = self._choose(asked, *sorted(ready, reverse=True))
             placed, starts = starts[:size], starts[size:]
             for start in placed:
                 self._ended.pop(start.sequence.slot, None)

@@ -48,6 +48,7 @@ from specjax.engine.sources import head_class, load_source, require_same_draft, 
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.interfaces import Draft, Room
+from specjax.kernels.cpu import native
 from specjax.memory import bytes_of, cost, empty, empty_slots
 from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
@@ -171,8 +172,10 @@ class LLM:
         self.notes: list[str] = []
         generation = asked_for(generation_config)
         if isinstance(model, (str, Path)):
-            products = (engine or EngineConfig()).products
-            loaded = load_model(find_model(model, revision), dtype, mesh, products=products)
+            products, path = (engine or EngineConfig()).products, find_model(model, revision)
+            if sharding.platform_of(meshes[0]) == "cpu":  # while weights are read
+                native.load_soon()
+            loaded = load_model(path, dtype, mesh, products=products)
             cfg, params, head = loaded.cfg, loaded.policy, loaded.head
             if (dtype, loaded.stored) != (AUTO, "float32"):  # else there is nothing to choose
                 self.notes.append(about_dtype(dtype, cfg.run.param_dtype, loaded.stored))
@@ -290,8 +293,7 @@ class LLM:
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
-        ordered = sorted(wanted, key=lambda features: features.size)
-        return self.engine.warm_up(ordered, on_program, background)
+        return self.engine.warm_up([*wanted], on_program, background)
 
     def update_weights(
         self, params: Params, head: Head | Params | None = None, running: str = "recompute"
@@ -560,7 +562,8 @@ class LLM:
         """Checks prompts and params; returns the prompts as token ids, and one job per sample."""
         prompts = as_prompts(prompts)
         params = self.get_default_sampling_params() if params is None else params
-        ids, jobs, seeds = [], [], CallSeeds(self._draw_seed)
+        agree = self.engine.runner.agreement.agree  # all processes of a replica draw the same seed
+        ids, jobs, seeds = [], [], CallSeeds(lambda: int(agree(float(draw_seed()))))
         pairs = zip(prompts, as_params(params, len(prompts)), strict=True)
         for index, (prompt, sampling) in enumerate(pairs):
             where = f"prompt {index}"
@@ -576,10 +579,6 @@ class LLM:
             check_job(where, mine[0], self.engine.limits)
             jobs += mine
         return ids, jobs
-
-    def _draw_seed(self) -> int:
-        """Draws the seed of a call; all processes of a replica draw the same."""
-        return int(self.engine.runner.agreement.agree(float(draw_seed())))
 
     def _run(
         self,

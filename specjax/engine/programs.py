@@ -3,8 +3,8 @@
 A strategy's rounds are compiled for a `Plan`. Each strategy has a program of its own; in
 `invariant` mode all of them share one, see `programs_of`.
 
-Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
-nothing is compiled unnoticed. Threads compile programs before they are needed, see
+Every program is held as an executable, compiled or loaded (`Kept`), which refuses other shapes, so
+that nothing is compiled unnoticed. Threads compile programs before they are needed, see
 `Executables.ahead`. Compiling can take minutes, and a call that prints nothing seems to hang. So
 compiling for longer than `SILENT_SECONDS` is logged as a warning, which Python prints even if no
 log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow` names
@@ -35,7 +35,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -50,6 +50,7 @@ from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
 from specjax.kernels.names import GPUS
 from specjax.parallel import sharding
+from specjax.program_cache import Kept, Lowering, saved_seconds
 from specjax.weights.matrix import precision_of
 
 log = logging.getLogger(__name__)
@@ -169,12 +170,10 @@ class CompileProgress:
 
     Args:
       say: function called with each message.
-      silent: compiling time in seconds below which the last message is left out; None:
-        `SILENT_SECONDS`; 0: it is never left out.
     """
 
-    def __init__(self, say: Callable[[str], None] = log.warning, silent: float | None = None):
-        self._say, self._silent = say, SILENT_SECONDS if silent is None else silent
+    def __init__(self, say: Callable[[str], None] = log.warning):
+        self._say = say
         self._began: float | None = None  # set by the first call, and reset by the last
         self._next = SILENT_SECONDS
 
@@ -183,7 +182,7 @@ class CompileProgress:
         if self._began is None:
             self._began, self._next = now, SILENT_SECONDS
         seconds, is_last = now - self._began, done == total
-        if seconds >= (self._silent if is_last else self._next):
+        if seconds >= (SILENT_SECONDS if is_last else self._next):
             self._next = seconds + MESSAGE_SECONDS
             self._say(f"compiling: {done} of {total} programs are ready after {seconds:.0f} s")
         if is_last:
@@ -191,10 +190,10 @@ class CompileProgress:
 
 
 @contextlib.contextmanager
-def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
+def announce_if_slow(what: str) -> Iterator[None]:
     """A context that logs what is compiled in it, if that takes longer than `SILENT_SECONDS`."""
     text = f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it"
-    timer = threading.Timer(SILENT_SECONDS, say, (text,))
+    timer = threading.Timer(SILENT_SECONDS, log.warning, (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -325,20 +324,14 @@ _compilers: weakref.WeakSet[Compiler] = weakref.WeakSet()
 @atexit.register
 def _end_compilers() -> None:
     # A thread that leaves a compiler while the interpreter ends would abort the process.
-    for compiler in list(_compilers):
-        compiler.cancel()
-    for compiler in list(_compilers):
-        compiler.join()
+    for method in (Compiler.cancel, Compiler.join):
+        for compiler in list(_compilers):
+            method(compiler)
 
 
-class NotCompiled:
+def not_compiled(donate: tuple[int, ...]) -> Callable:
     """Stands for a program that is to be compiled; returns its donated inputs and None."""
-
-    def __init__(self, donate: tuple[int, ...]):
-        self._donate = donate
-
-    def __call__(self, *inputs):
-        return (*(inputs[i] for i in self._donate), None)
+    return lambda *inputs: (*(inputs[i] for i in donate), None)
 
 
 class Executables:
@@ -354,6 +347,7 @@ class Executables:
       mesh: mesh that programs run on; None: the default device.
       cfg: config of the target, whose dtype decides the precision of products.
       graphs: whether chunks are CUDA graphs.
+      facts: what else decides what is lowered, see `Kept`.
 
     Attributes:
       by_key: the executables that may run.
@@ -363,17 +357,23 @@ class Executables:
       graphs: whether chunks are CUDA graphs.
       verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
-      seconds: time that compiling each program took.
+      seconds: time that compiling each program took, or would have taken if no earlier process had
+        kept it.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
       threads: number of programs that are compiled at once.
       background: threads that compile while requests are served.
       on_compiled: function that these threads call after each program.
+      compiler: the threads of `ahead`, within which programs are listed and none runs; else None.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs):
+    def __init__(
+        self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs, facts: Any
+    ):
         self._mesh, self._cfg, self.graphs = mesh, cfg, graphs
+        self._devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
+        self._kept = Kept((repr(mesh), cfg, facts), self._devices)
         self.by_key: dict[tuple, Callable] = {}
         self.pending: dict[tuple, Future] = {}
         self.failed: dict[tuple, BaseException] = {}
@@ -383,18 +383,13 @@ class Executables:
         self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
-        self.threads = threads_for(mesh)
+        self.threads = threads_for(self._devices)
         # One core is left to the requests that are served meanwhile.
         self.background = Compiler(max(self.threads - 1, 1))
         self.on_compiled: Callable[[], None] = lambda: None
-        self._compiler: Compiler | None = None
+        self.compiler: Compiler | None = None
         self._at_start: set[tuple] = set()  # programs that are compiled before the first request
         self._taken = 0  # number of programs that were taken from `pending`
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether programs are listed, within `ahead`, and none runs."""
-        return self._compiler is not None
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program; the program returns its donated inputs first, in order.
@@ -405,45 +400,36 @@ class Executables:
           inputs: its inputs.
           donate: indices of inputs that are donated.
         """
-        if self.is_ahead and (key in self.by_key or key in self.pending):
-            return NotCompiled(donate)
+        if self.compiler is not None and (key in self.by_key or key in self.pending):
+            return not_compiled(donate)
         self.wait_for(key)
         if key in self.by_key:
             return self.by_key[key]
         self.before_build()
-        inputs = sharding.without_data(inputs, self._mesh)
         # Kernels and operations on parts of the vocabulary read the ambient mesh.
         program = precision_of(self._cfg)(sharding.traced_on(self._mesh, program))
-
-        def lower() -> jax.stages.Lowered:
-            out = None
-            if self._mesh is not None:
-                shapes = jax.eval_shape(program, *inputs)
-                out = tuple(sharding.state_shardings(self._mesh, shape) for shape in shapes)
-            return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
+        inputs = sharding.without_data(inputs, self._mesh)
+        lower = Lowering(program, inputs, donate, self._mesh)
 
         def build() -> Callable:
-            began = time.perf_counter()
+            began, saved = time.perf_counter(), saved_seconds()
             built = self.build(key, lower, donate)
-            self.seconds[key] = time.perf_counter() - began
+            self.seconds[key] = time.perf_counter() - began + saved_seconds() - saved
             return built
 
         # A program that fails the second time, while a call needs it, fails the call.
         self.failed.pop(key, None)
-        if not self.is_ahead:
+        if self.compiler is None:
             with announce_if_slow(described(key)):
-                self._keep(key, build())
+                self.by_key[key] = build()
+            self.compilations += 1
             return self.by_key[key]
-        if self._compiler is not self.background:
+        if self.compiler is not self.background:
             self._at_start.add(key)
-        future = self._compiler.submit(build)
+        future = self.compiler.submit(build)
         future.add_done_callback(lambda _: self.on_compiled())
         self.pending[key] = future
-        return NotCompiled(donate)
-
-    def _keep(self, key: tuple, built: Callable) -> None:
-        self.by_key[key] = built
-        self.compilations += 1
+        return not_compiled(donate)
 
     @property
     def ready(self) -> int:
@@ -485,16 +471,17 @@ class Executables:
             self.failed[key] = error
             log.warning("%s could not be compiled: %s", described(key), first_line(error))
         else:
-            self._keep(key, future.result())
+            self.by_key[key] = future.result()
+            self.compilations += 1
 
-    def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
+    def _build(self, key: tuple, lower: Lowering, donate: tuple[int, ...]):
         """Compiles a program; may run on any thread."""
-        lowered = lower()
         options = self.graphs.options(key) if key in self._at_start else self.graphs.plain
-        if options is ONE_GRAPH:
-            device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
-            self.verdicts[key] = Verdict(device, "graph", lowered.as_text())
-        return lowered.compile(dict(options) or None)
+        if options is not ONE_GRAPH:
+            return self._kept.compiled(key, lower, options)
+        lowered = lower()
+        self.verdicts[key] = Verdict(self._devices[0], "graph", lowered.as_text())
+        return lowered.compile(dict(options))
 
     def drop_graphs(self) -> None:
         """Drops all programs that were compiled to graphs."""
@@ -510,11 +497,11 @@ class Executables:
         Args:
           compiler: the threads; those of `background` make no graphs.
         """
-        self._compiler = compiler
+        self.compiler = compiler
         try:
             yield
         finally:
-            self._compiler = None
+            self.compiler = None
 
     def rows(self, positions: int, soon: bool = False) -> list[int]:
         """The number of prompts of each compiled prefill of pieces of so many positions, ascending.
@@ -536,18 +523,14 @@ class Executables:
           soon: as in `rows`.
         """
         keys = (key[2:] for key in self._known(soon) if key[:2] == ("chunk", program))
-        return sorted((key for key in keys if key[1].covers(features)), key=_size_of)
+        served = [key for key in keys if key[1].covers(features)]
+        return sorted(served, key=lambda key: (key[0], key[1].size))
 
     def _known(self, soon: bool) -> list[tuple]:
         return [*self.by_key, *(self.pending if soon else ())]
 
 
-def _size_of(chunk: tuple[int, Features]) -> tuple[int, int]:
-    bucket, features = chunk
-    return bucket, features.size
-
-
-def threads_for(mesh: jax.sharding.Mesh | None) -> int:
+def threads_for(devices: Sequence[jax.Device]) -> int:
     """The number of programs to compile at once.
 
     It is one for each core, since a compiler does much of its work in one thread (XLA for CPUs a
@@ -556,7 +539,6 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
     autotuner distributes its measurements over the processes and waits for all, one program at a
     time.
     """
-    devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
     several = len({device.process_index for device in devices}) > 1
     if several or (jax.process_count() > 1 and devices[0].platform == "gpu"):
         return 1

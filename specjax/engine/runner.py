@@ -167,9 +167,8 @@ class Runner:
         self.mark: jax.Array | None = None
         self.latest: tuple | None = None
         self.agreement = agreement_of(mesh)
-        self.executables = Executables(
-            mesh, cfg, Graphs(dispatch.device_of(mesh), kernels, config.enforce_eager)
-        )
+        graphs = Graphs(dispatch.device_of(mesh), kernels, config.enforce_eager)
+        self.executables = Executables(mesh, cfg, graphs, (self.programs, config))
         self.executables.in_order = self.agreement.is_shared
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -300,17 +299,6 @@ class Runner:
         """The key of the program that reads pieces of `width` positions of so many prompts."""
         return "prefill", (rows, width + self.tail)
 
-    def covering(self, strategy: str, bucket: int, features: Features) -> Features:
-        """The features of the smallest compiled program that serves `features`, or these."""
-        known = self.chunks(strategy, features)
-        return next((served for size, served in known if size == bucket), features)
-
-    def take_compiled(self) -> None:
-        """Takes programs that threads have compiled."""
-        store = self.executables
-        if store.pending:
-            store.collect(self.agreement.least_ready(store.ready))
-
     # --- state -----------------------------------------------------------------------------------
 
     def share_programs(self, other: Runner) -> None:
@@ -327,13 +315,12 @@ class Runner:
           policy, head: as in `Weights.set`, arrays or their shapes.
         """
         self.weights.hold_shapes(policy, head)
+        self.hold_state_shapes()
+
+    def hold_state_shapes(self) -> None:
+        """Holds shapes where `reset` puts arrays, for programs that do not run before it."""
         both = jax.eval_shape(self._empty)
         self.state, self.kept = sharding.shapes(both, self.mesh, sharding.state_shardings)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a program failed after the buffers of the state were donated to it."""
-        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.kept)))
 
     def reset(self) -> None:
         """Makes an empty state, zeroed."""
@@ -454,7 +441,7 @@ class Runner:
           donate: indices of its donated inputs.
           same: the inputs that must be equal on all hosts.
         """
-        if self.executables.is_ahead:
+        if self.executables.compiler is not None:
             return self.executables.get(key, program, inputs, donate)(*inputs)
         self.latest = key
         self.agreement.announce(key, same)
@@ -568,5 +555,6 @@ def place_sizes(batch: int) -> list[int]:
 
 
 def place_size(batch: int, count: int) -> int:
-    """The size of the smallest program that starts `count` sequences."""
-    return next(size for size in place_sizes(batch) if size >= count)
+    """The size of the smallest program that starts `count` sequences, or else of the largest."""
+    sizes = place_sizes(batch)
+    return next((size for size in sizes if size >= count), sizes[-1])

@@ -49,7 +49,7 @@ class EngineConfig:
         files, or for plain ones specjax's own on CPU and XLA's elsewhere; a class of your own
         is `module:attribute`. Formats that round weights change the policy, and so its tokens.
       stand_in: whether another program that is ready runs while the right one is compiled, which
-        changes tokens by rounding alone, see `specjax.engine.chunks.must_wait`.
+        changes tokens by rounding alone, see `Engine._waits`.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
         comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next

@@ -96,14 +96,15 @@ def start(runner: Runner, key: tuple) -> Result | None:
         return runner.prefill(piece_of([], rows, positions - runner.tail, runner))
     bucket, features = rest
     sizes = [key[1] for key in runner.executables.by_key if key[0] == "place"]
-    if sizes and not runner.executables.is_ahead:  # a prefix is in the caches
+    if sizes and runner.executables.compiler is None:  # a prefix is in the caches
         _place(runner, 1, _context(runner), min(sizes))
     return _start_chunk(runner, strategy_of(runner, first), features, bucket, rounds=1)
 
 
 def strategy_of(runner: Runner, program: str) -> str:
-    """A strategy whose chunks a program runs."""
-    return next(name for name, its in runner.strategies.items() if its.name == program)
+    """The strategy with the most steps of those whose chunks a program runs."""
+    names = [name for name, its in runner.strategies.items() if its.name == program]
+    return max(names, key=lambda name: runner.plans[name].steps)
 
 
 def compile_ahead(wanted: Wanted, on_program: OnProgram | None = None, run: bool = True) -> StartUp:
@@ -169,15 +170,21 @@ def _build(wanted: Wanted, ready: OnReady = lambda count: None, run: bool = True
     runners = [runner for runner, _ in wanted]
     executables = [runner.executables for runner in runners]
     compiler = Compiler(min(store.threads for store in executables))
+    new = [runner for runner in runners if runner.state is None]
     try:
         for (runner, keys), store in zip(wanted, executables, strict=True):
-            if run or runner.state is None:
+            # The state is made while threads compile, where two programs may be compiled at once.
+            beside, known = runner in new and store.threads > 1, len(store.pending)
+            if beside:
+                runner.hold_state_shapes()
+            elif run or runner in new:
                 runner.reset()
             store.failed.clear()
-            known = len(store.pending)
             with store.ahead(compiler):
                 for key in keys:
                     start(runner, key)
+            if beside:
+                runner.reset()
             ready(len(keys) - len(store.pending) + known)  # compiled before
         while pending := [f for store in executables for f in store.pending.values()]:
             wait(pending, POLL_SECONDS, FIRST_COMPLETED)
@@ -189,6 +196,8 @@ def _build(wanted: Wanted, ready: OnReady = lambda count: None, run: bool = True
     except BaseException:
         for store in executables:  # some were to become graphs
             store.pending.clear()
+        for runner in new:  # some hold shapes
+            runner.state = runner.kept = None
         raise
     finally:
         # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
@@ -345,7 +354,7 @@ def calibrate(
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            wanted = runner.covering(name, bucket, features)
+            wanted = dict(reversed(runner.chunks(name, features)))[bucket]  # the fewest that serve
             result = jax.device_get(_start_chunk(runner, name, wanted, bucket, rounds, length))
             seconds = runner.agreement.agree(time.perf_counter() - begin)
             yield seconds, int(result.rounds)

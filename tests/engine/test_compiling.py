@@ -10,7 +10,7 @@ from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.programs import NotCompiled
+from specjax.engine.programs import not_compiled
 from specjax.engine.runner import Runner
 from specjax.engine.settings import EngineConfig
 from specjax.models.layers import Block
@@ -32,7 +32,7 @@ def traced_layers(layers: int, monkeypatch) -> int:
         with monkeypatch.context() as patch:
             patch.setattr(Block, "run", lambda *given: counted.append(given[0]) or run(*given))
             lower()
-        return NotCompiled(donate)
+        return not_compiled(donate)
 
     runner.executables.build = build
     table = np.zeros((2, runner.table_width), np.int32)

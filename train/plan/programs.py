@@ -22,7 +22,7 @@ from specjax.command_line import ConfigError
 from specjax.decode.options import Features
 from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
-from specjax.engine.programs import NotCompiled
+from specjax.engine.programs import not_compiled
 from specjax.engine.sources import Drafting, load_head, source_of, trains
 from specjax.engine.start_up import start
 from specjax.hub import find_model
@@ -365,7 +365,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
 
     def build(key, lower, donate):
         found.append((key, lower))
-        return NotCompiled(donate)
+        return not_compiled(donate)
 
     runner.executables.build = build
     for program in engine.programs((features,)):
