@@ -35,7 +35,7 @@ EMBEDDED = "assets/sums"
 PROMPT = "17+25+8="
 GENERATE = """
 from specjax import LLM, SamplingParams
-LLM({model!r}).generate({prompt!r}, SamplingParams(max_tokens=8, seed=0))
+print(LLM({model!r}).generate({prompt!r}, SamplingParams(max_tokens=8, seed=0)), flush=True)
 """
 POLL = 0.02  # seconds
 
@@ -119,12 +119,17 @@ def imported(_: str | None, cache: Path) -> dict[str, float]:
 
 
 def called(model: str, cache: Path) -> dict[str, float]:
-    return {"": _seconds(["-c", GENERATE.format(model=model, prompt=PROMPT)], cache)}
+    """A script, until `LLM.generate` has returned."""
+    return _until_output(["-c", GENERATE.format(model=model, prompt=PROMPT)], cache)
 
 
 def typed(model: str, cache: Path) -> dict[str, float]:
     """`specjax generate`, until it writes the first character of the sample."""
-    command = ["-m", "serve.cli", "generate", "--model", model, PROMPT, "--max-tokens", "8"]
+    arguments = ["generate", "--model", model, PROMPT, "--max-tokens", "8"]
+    return _until_output(["-m", "serve.cli", *arguments], cache)
+
+
+def _until_output(command: Sequence[str], cache: Path) -> dict[str, float]:
     began = time.perf_counter()
     with _process(command, cache, subprocess.PIPE) as process:
         process.stdout.read(1)
