@@ -48,7 +48,7 @@ plan: $(PLAN_STAMP) ## what a run needs of TPUs that nobody has to have, by thei
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  $(PLAN_VENV)/bin/python -m train.plan $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
 
 test: $(STAMP) ## ruff and the tests, those marked long or slow left out
 	$(BIN)/ruff check .
