@@ -4,14 +4,19 @@ import asyncio
 import functools
 import http.client
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from serving import BATCH, KEY, MAX_LEN, QUEUE, Server
 
 from specjax import SamplingParams
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "17+25+8="
 LONG = {"ignore_eos": True, "return_token_ids": True, "return_spec_details": True}
 
@@ -311,7 +316,7 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server):
     client = server.client()
     before = server.settles(lambda m: m["kv_cache_pages_used"] == 0)
     slow = {"prompt": "1+2=", "max_tokens": 90, "n": 8, "model": "tiny"}
-    with server.slowly(0.1):
+    with server.slowly():
         stream = client.completions.create(**slow, stream=True, extra_body=LONG)
         next(iter(stream))
         stream.close()
@@ -334,6 +339,20 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server):
     thread = server.app.state.thread
     assert thread.outstanding == 0 and not (thread._owners or thread._sent), "nothing is left of it"
     assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).usage
+
+
+def test_the_dashboard_shows_every_metric_and_no_other(server: Server):
+    dashboard = json.loads((ROOT / "configs/grafana.json").read_text())
+    expressions = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    named = set(re.findall(r"specjax:\w+", " ".join(expressions)))
+    endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    families = list(text_string_to_metric_families(server.get("/metrics").text))
+    exported = {f.name: {f.name + end for end in endings[f.type]} for f in families}
+    assert named <= set().union(*exported.values()), "panels of what is not exported"
+    missing = [name for name, spellings in exported.items() if not named & spellings]
+    assert not missing, "exported, and on no panel"
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    assert "configs/*.json" in data["share/specjax/configs"]
 
 
 def test_spec_details_and_metrics_count_the_same(server: Server):
