@@ -75,6 +75,17 @@ async def waits(completion, answer):
     return 1.0
 
 
+_running = []
+
+
+async def meets(completion, answer):
+    """Ends once so many calls have begun as the completion says."""
+    _running.append(completion)
+    while len(_running) < int(completion):
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
 class Client:
     """Answers one request at a time, in a task that waits for the next one, as a connection is."""
 

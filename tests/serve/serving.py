@@ -63,20 +63,27 @@ class Server:
         return httpx.get(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
 
     @contextlib.contextmanager
-    def slowly(self, seconds=0.03):
-        """Every step takes longer, so that there is time to do something meanwhile."""
-        engine = self.llm.engine
+    def slowly(self, seconds=0.5):
+        """Samples run slowly until a request comes, so that it comes while they run.
+
+        After a step that has brought tokens the engine waits so long, or until it is called.
+        """
+        engine, thread, fast = self.llm.engine, self.app.state.thread, threading.Event()
         step = engine.step
 
         def later(*options):  # replicas take none
-            time.sleep(seconds)
+            until = time.monotonic() + seconds * bool(thread._unsent)
+            thread._send()
+            while time.monotonic() < until and thread._calls.empty() and not fast.is_set():
+                time.sleep(0.005)
             return step(*options)
 
         engine.step = later
         try:
             yield
         finally:
-            del engine.step
+            fast.set()
+            engine.step = step
 
     def metrics(self) -> dict[str, float]:
         """Every sample, by name and labels as written."""

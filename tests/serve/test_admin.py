@@ -70,19 +70,18 @@ def others(tmp_path_factory, weights):
 
 @contextlib.contextmanager
 def ended(server: Server):
-    """What the engine's steps bring, as (job, sample) by seed; each takes a while longer."""
-    found = {}
-    with server.slowly():
-        step = server.llm.engine.step
+    """What the engine's steps bring, as (job, sample) by seed."""
+    found, step = {}, server.llm.engine.step
 
-        def kept(wait=True):
-            events = step(wait)
-            jobs = [event.sequence.job for event in events]
-            found.update({j.params.seed: (j, e.sample) for j, e in zip(jobs, events, strict=True)})
-            return events
+    def kept(wait=True):
+        events = step(wait)
+        jobs = [event.sequence.job for event in events]
+        found.update({j.params.seed: (j, e.sample) for j, e in zip(jobs, events, strict=True)})
+        return events
 
-        server.llm.engine.step = kept
-        yield found
+    server.llm.engine.step = kept
+    yield found
+    server.llm.engine.step = step
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
             errors.append(error)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(BATCH + 1)]
-    with ended(restored) as found:
+    with ended(restored) as found, restored.slowly(0.05):
         for thread in threads:
             thread.start()
         restored.settles(lambda m: len(answers) > 1 and m["num_requests_running"] > 0)
@@ -193,10 +192,12 @@ def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
     policy = restored.llm.engine.runner.weights.policy
     thread = threading.Thread(target=lambda: answers.append(ask(restored)))
     with ended(restored) as found:
-        thread.start()
-        restored.settles(lambda m: m["num_requests_running"] > 0)
-        asked = {"path": str(others / "run"), "what": "head"}
-        said = restored.post("/update_weights", json=asked)
+        with restored.slowly():
+            thread.start()
+            restored.settles(lambda m: m["num_requests_running"] > 0)
+            asked = {"path": str(others / "run"), "what": "head"}
+            said = restored.post("/update_weights", json=asked)
+            assert not answers
         thread.join()
     assert said.status_code == 200 and said.json()["head_updated"], said.text
     [(_, sample)] = found.values()
@@ -261,7 +262,7 @@ def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
     before, info = ask(restored), restored.get("/server_info").json()["weights"]
     late = []
     thread = threading.Thread(target=lambda: late.append(ask(restored, max_tokens=50)))
-    with restored.slowly():
+    with restored.slowly(0.1):
         thread.start()
         restored.settles(lambda m: m["num_requests_running"] > 0)
         assert restored.post("/sleep").json() == {"status": "asleep"}

@@ -126,7 +126,7 @@ def test_the_queue_is_full_before_any_prompt_is_read(server: Server, monkeypatch
     )
     full = {"prompt": [[5]] * 3, "n": 8, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     assert 24 < BATCH + QUEUE < 24 + 6
-    with server.slowly(0.3):
+    with server.slowly():
         with httpx.stream("POST", f"{server.url}/v1/completions", json=full, timeout=120) as stream:
             assert stream.status_code == 200
             answer = post(server, {"prompt": "1+1=", "n": 6})

@@ -140,7 +140,7 @@ def test_scoring_neither_disturbs_what_runs_nor_compiles_twice(server: Server, p
     PromptScorer(server.llm.engine, server.llm.max_len).warm_up()
     ask(server, prompt="17+25+8=", max_tokens=40, seed=7, echo=True, logprobs=1)
     built = server.metrics()["compilations_total"]
-    with server.slowly(0.02):
+    with server.slowly(0.05):
         stream = server.client().completions.create(
             model="tiny", prompt="17+25+8=", max_tokens=40, seed=7, stream=True,
             extra_body={"ignore_eos": True, "return_token_ids": True},
