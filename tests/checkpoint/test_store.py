@@ -193,7 +193,7 @@ def test_a_second_run_cannot_overwrite_newer_checkpoints_by_mistake(tmp_path):
 
 
 _CHILD = """
-    import os, resource, signal, sys
+    import os, resource, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     from specjax.checked_json import CheckpointError
     from specjax.checkpoint.store import Checkpointer
@@ -222,12 +222,13 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_loadable(t
         saver = Checkpointer(sys.argv[1])
         saver.save(1, state(1), {"step": 1}, block=True)
         print("saved", flush=True)
+        os.rename = lambda *names: time.sleep(600)  # that a save has ended is a new name
         saver.save(2, {f"tree{i}": state(i) for i in range(40)}, {"step": 2})
         """,
         tmp_path,
     )
     assert child.stdout.readline() == "saved\n", child.communicate()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not list(tmp_path.glob("2.*")):  # Orbax's temporary directory for step 2
         assert time.monotonic() < deadline and child.poll() is None
         time.sleep(0.001)
