@@ -218,19 +218,31 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_dropped():
-    """Forgets compiled programs after a module when there are many.
+def after_module():
+    yield
+    drop_programs()
+    gc.collect()
+    gc.freeze()  # what the collector has seen once, it need not look at after every module
+
+
+@pytest.fixture(autouse=True)
+def after_test(request):
+    yield
+    if request.node.get_closest_marker("slow"):
+        drop_programs()
+
+
+def drop_programs() -> None:
+    """Forgets compiled programs when there are many.
 
     A process has room for 65,530 memory maps, each program on CPU takes dozens, and the compiler
-    crashes where there are none left. Before that, what modules have in common is traced and loaded
+    crashes where there are none left. Before that, what tests have in common is traced and loaded
     once.
     """
-    yield
     if _memory_maps() > 35_000:
         gc.unfreeze()
         jax.clear_caches()
-    gc.collect()
-    gc.freeze()  # what the collector has seen once, it need not look at after every module
+        gc.collect()
 
 
 def _memory_maps() -> float:
