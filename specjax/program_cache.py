@@ -136,10 +136,11 @@ class Kept:
           key: what tells the program from others of the same facts and inputs.
           options: options of the compiler.
         """
+        if not self._facts or jax.config.jax_default_device is not None:
+            return lower().compile(dict(options))
         leaves, tree = jax.tree_util.tree_flatten(lower.inputs)
         places = [getattr(leaf, "sharding", None) for leaf in leaves]
-        others = {d for place in places if place for d in place.device_set} - {*self._devices}
-        if not self._facts or others or jax.config.jax_default_device is not None:
+        if {d for place in places if place for d in place.device_set} - {*self._devices}:
             return lower().compile(dict(options))
         settings = [(name, getattr(jax.config, name, None)) for name in sorted(jax.config.values)]
         shapes = [f"{jax.typeof(leaf)} {place}" for leaf, place in zip(leaves, places, strict=True)]
