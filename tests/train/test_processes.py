@@ -253,7 +253,7 @@ TOGETHER = {
     "checkpoint.every": 2,
     "algo.tis": "true",
     "rollout.invariant": "true",
-    "rollout.control.controller": "goodput",
+    "rollout.control.controller": "bandit",
     "rollout.control.strategies": "[off,1_1_2]",
 }
 
