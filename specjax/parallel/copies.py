@@ -165,7 +165,10 @@ def checksum(
     ]
     exponents = tuple(name == "scales" and leaf.dtype == jnp.uint8 for name, leaf in leaves)
     arrays = [leaf for _, leaf in leaves]
-    is_local = all(getattr(leaf, "is_fully_addressable", True) for leaf in arrays)
+    # Processes that `fetch` together decide alike, whichever of them has the weights.
+    is_local = fetch is jax.device_get and all(
+        getattr(leaf, "is_fully_addressable", True) for leaf in arrays
+    )
     if jax.default_backend() == "cpu" and is_local:  # where nothing need be compiled
         total, finite = _sums(np, map(np.asarray, arrays), dtype, exponents)
     else:
