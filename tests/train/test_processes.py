@@ -235,8 +235,7 @@ def test_a_process_with_no_part_in_training_or_rollouts_goes_along(thin_policy, 
     layout = {"mesh.data": 1, "rollout.replicas": 1, **NO_GAPS}
     more = {"eval.problems": 3, "checkpoint.export": "true"}
     more |= EXACT
-    printed = finish(start(thin_policy, out, 2, devices=2, **layout, **more, steps=2))
-    assert printed[0].count("processes [1] have none for it") == 2, printed
+    finish(start(thin_policy, out, 2, devices=2, **layout, **more, steps=2))
     finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more, steps=3))
     records = [r for r in read_metrics(out) if r["step"]]
     assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
