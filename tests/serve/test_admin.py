@@ -80,8 +80,10 @@ def ended(server: Server):
         return events
 
     server.llm.engine.step = kept
-    yield found
-    server.llm.engine.step = step
+    try:
+        yield found
+    finally:
+        server.llm.engine.step = step
 
 
 @pytest.fixture(scope="module")
